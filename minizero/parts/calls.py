@@ -1,0 +1,218 @@
+"""Every collective of this rank, noticed before it starts: minizero's own, and plain `torch.distributed` calls.
+
+    watch()                 wraps torch.distributed's collectives, once in a process
+    listeners               objects that are told: issued(call), then waiting(call) where it is asynchronous, then done(call)
+    logical("all_gather")   several calls on the wire that are one collective to the reader, as parts/comm.py issues them
+
+Who listens: the journal that `Ranks` reads when a rank hangs, and the instruments in lens/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+# The reader's own code is what lies elsewhere.
+LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+listeners: list[Any] = []
+_inside = threading.local()  # a logical call is open in this thread: what it issues belongs to it
+
+
+@dataclass
+class Call:
+    """One collective, as this rank issued it."""
+
+    op: str
+    numel: int  # elements of the full tensor, over all chunks
+    dtype: str  # "float32"; empty where nothing is sent
+    shape: tuple[int, ...]
+    group: str  # the process group's name, equal on all its ranks
+    ranks: tuple[int, ...]  # the group's global ranks
+    detail: str = ""  # what must agree besides: the source of a broadcast, the kind of a reduction
+    peer: int | None = None  # the other side of a send or recv; None in recv: whoever comes
+    source: int | None = None  # the global rank that a broadcast or scatter comes from, or a reduce or gather goes to
+    uneven: bool = False  # ranks may rightly have other sizes
+    unit: str = ""  # the bucket or unit, "control" or "buffers"; empty for plain calls
+    sync: bool = True
+    itemsize: int = 0  # bytes an element
+    where: tuple[str, int] = ("", 0)  # the file and line of the caller outside torch and minizero
+    start: float = field(default_factory=time.perf_counter)
+    end: float | None = None  # when this rank knew that it was complete
+
+    def tell(self, event: str) -> None:
+        if event == "done":
+            self.end = time.perf_counter()
+        for listener in tuple(listeners):
+            getattr(listener, event)(self)
+
+
+class WatchedWork:
+    """A `torch.distributed.Work` that tells when it is waited for and when it is done."""
+
+    def __init__(self, work: Any, call: Call):
+        self._work, self._call = work, call
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        if self._call.end is None:
+            self._call.tell("waiting")
+        result = self._work.wait(*args, **kwargs)
+        if self._call.end is None:
+            self._call.tell("done")
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def location() -> tuple[str, int]:
+    """File and line of the innermost frame outside torch and minizero: the reader's own line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def describe(op: str, tensors: Any, group: Any = None, **more: Any) -> Call:
+    """A Call for `tensors` (one tensor, or the list of a tensor's chunks) over `group`."""
+    group = group or dist.group.WORLD
+    chunks = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+    return Call(
+        op=op,
+        numel=sum(chunk.numel() for chunk in chunks),
+        dtype=str(chunks[0].dtype).removeprefix("torch.") if chunks else "",
+        itemsize=chunks[0].element_size() if chunks else 0,
+        shape=tuple(chunks[0].shape) if len(chunks) == 1 else (len(chunks), *chunks[0].shape) if chunks else (),
+        group=group.group_name,
+        ranks=tuple(dist.get_process_group_ranks(group)),
+        where=location(),
+        **more,
+    )
+
+
+@contextlib.contextmanager
+def logical(op: str, tensors: Any, group: Any = None, **more: Any) -> Iterator[Call]:
+    """What is issued inside is one collective `op`. The caller tells when it waits and when it is done."""
+    call = describe(op, tensors, group, **more)
+    call.tell("issued")
+    outer, _inside.call = getattr(_inside, "call", None), call
+    try:
+        yield call
+    finally:
+        _inside.call = outer
+
+
+# --- torch.distributed's own functions -------------------------------------------------------------
+
+
+def _reduction(a: dict) -> str:
+    op = a.get("op")
+    return str(getattr(op, "name", None) or op or "").rpartition(".")[2]
+
+
+def _root(a: dict, name: str) -> int | None:
+    """The global rank of `src` or `dst`, given as such or as a rank within the group."""
+    within = a.get(f"group_{name}")
+    return a.get(name) if within is None else dist.get_global_rank(a.get("group") or dist.group.WORLD, within)
+
+
+def _rooted(op: str, tensors: str, name: str) -> Callable[[dict], dict]:
+    def describe_call(a: dict) -> dict:
+        root = _root(a, name)
+        root = 0 if root is None else root
+        reduction = f" {_reduction(a)}" if op == "reduce" else ""
+        return {"tensors": a[tensors], "source": root, "detail": f"{name}={root}{reduction}"}
+
+    return describe_call
+
+
+def _peer(name: str) -> Callable[[dict], dict]:
+    return lambda a: {"tensors": a["tensor"], "peer": _root(a, name), "detail": f"tag={a.get('tag') or 0}"}
+
+
+def _scatter(a: dict) -> dict:
+    root = _root(a, "src")
+    root = 0 if root is None else root
+    chunks = a.get("scatter_list") or [a["tensor"]] * dist.get_world_size(a.get("group"))
+    return {"tensors": chunks, "source": root, "detail": f"src={root}"}
+
+
+_COLLECTIVES: dict[str, tuple[str, Callable[[dict], dict]]] = {
+    "all_reduce": ("all_reduce", lambda a: {"tensors": a["tensor"], "detail": _reduction(a)}),
+    "broadcast": ("broadcast", _rooted("broadcast", "tensor", "src")),
+    "reduce": ("reduce", _rooted("reduce", "tensor", "dst")),
+    "gather": ("gather", _rooted("gather", "tensor", "dst")),
+    "scatter": ("scatter", _scatter),
+    "all_gather": ("all_gather", lambda a: {"tensors": a["tensor_list"], "uneven": False}),
+    "all_gather_into_tensor": ("all_gather", lambda a: {"tensors": a["output_tensor"]}),
+    "all_gather_single": ("all_gather", lambda a: {"tensors": a["output"]}),
+    "reduce_scatter": ("reduce_scatter", lambda a: {"tensors": a["input_list"], "detail": _reduction(a)}),
+    "reduce_scatter_tensor": ("reduce_scatter", lambda a: {"tensors": a["input"], "detail": _reduction(a)}),
+    "reduce_scatter_single": ("reduce_scatter", lambda a: {"tensors": a["input"], "detail": _reduction(a)}),
+    "all_to_all": ("all_to_all", lambda a: {"tensors": a["input_tensor_list"], "uneven": True}),
+    "all_to_all_single": (
+        "all_to_all",
+        lambda a: {"tensors": a["input"], "uneven": bool(a.get("input_split_sizes") or a.get("output_split_sizes"))},
+    ),
+    "barrier": ("barrier", lambda a: {"tensors": ()}),
+    "monitored_barrier": ("barrier", lambda a: {"tensors": ()}),
+    "new_group": ("new_group", lambda a: {"tensors": (), "detail": f"ranks={a.get('ranks')}"}),
+    "send": ("send", _peer("dst")),
+    "isend": ("send", _peer("dst")),
+    "recv": ("recv", _peer("src")),
+    "irecv": ("recv", _peer("src")),
+}
+_ASYNCHRONOUS = ("isend", "irecv")
+
+
+def watch() -> None:
+    """Wrap torch.distributed's collectives, so that `listeners` hear of them. Once a process; without listeners they cost nothing."""
+    for name, (op, fields) in _COLLECTIVES.items():
+        original = getattr(c10d, name, None)
+        if original is None or hasattr(original, "_minizero"):
+            continue
+        wrapped = _watched(original, op, fields, name in _ASYNCHRONOUS)
+        wrapped._minizero = True
+        for module in (c10d, dist):
+            if hasattr(module, name):
+                setattr(module, name, wrapped)
+
+
+def _watched(original: Callable, op: str, fields: Callable[[dict], dict], asynchronous: bool) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if not listeners or getattr(_inside, "call", None) is not None or not dist.is_initialized():
+            return original(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+            group = given.get("group") if op != "new_group" else None
+            sync = not (asynchronous or given.get("async_op"))
+            call = describe(op, group=group, sync=sync, **fields(given))
+        except Exception:  # a wrong call: torch has the better message
+            return original(*args, **kwargs)
+        call.tell("issued")
+        _inside.call = call
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            _inside.call = None
+        if sync:
+            call.tell("done")
+            return result
+        return WatchedWork(result, call) if result is not None else None
+
+    return collective
