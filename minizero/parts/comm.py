@@ -11,6 +11,7 @@ P = elements of the full (padded) tensor, N = ranks, S = P // N = elements of on
 The sum of a reduce-scatter is formed in rank order, in fp32 for 16-bit tensors, so that every step of the course adds
 the same numbers in the same order. On gloo it is an all-to-all of the N chunks and a local sum: gloo's own
 reduce-scatter is an all-reduce in disguise and sends twice as much. On NCCL it is the native collective.
+gloo's all-gather copies through a second full buffer, so there every rank sends its shard straight to each other rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minizero.parts import calls
+from minizero.parts import calls, kinds
 
 Group = dist.ProcessGroup
 
@@ -88,9 +89,146 @@ def rank_in(group: Group) -> int:
     return dist.get_rank(group)
 
 
+def global_rank() -> int:
+    return dist.get_rank()
+
+
 def size_of(group: Group) -> int:
     return dist.get_world_size(group)
 
 
 def on_nccl(group: Group) -> bool:
     return dist.get_backend(group) != "gloo"
+
+
+# --- the collectives --------------------------------------------------------------------------------
+
+
+class Pending:
+    """A collective under way. `wait()` completes it; until then its tensors belong to it."""
+
+    def __init__(self, works: Sequence = (), call: calls.Call | None = None, finish: Callable[[], None] | None = None):
+        self._works, self._call, self._finish = works, call, finish
+
+    def wait(self) -> None:
+        if self._call is None:  # nothing under way, or waited for already
+            return
+        call, self._call = self._call, None
+        call.tell("waiting")
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = (), None
+        call.tell("done")
+
+
+def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str) -> Pending:
+    """shard_S becomes this rank's slice of the mean of all ranks' full_P. shard_S may be that slice of full_P itself.
+
+    The sum is formed in rank order, in fp32 for 16-bit tensors. Traffic: P (N-1)/N elements.
+    """
+    size = size_of(group)
+    if size == 1 or full_P.numel() == 0:
+        _copy(shard_S, full_P)
+        return Pending()
+    with calls.logical("reduce_scatter", full_P, group, unit=unit, sync=False) as call:
+        if on_nccl(group):
+            work = _reduce_scatter(shard_S, full_P, op=dist.ReduceOp.AVG, group=group, async_op=True)
+            return Pending([work], call)
+        received_P = kinds.tag(torch.empty_like(full_P), "comm")
+        work = dist.all_to_all_single(received_P, full_P, group=group, async_op=True)
+        return Pending([work], call, lambda: _mean_in_rank_order(shard_S, received_P.view(size, -1)))
+
+
+def _mean_in_rank_order(out_S: Tensor, rows_NS: Tensor) -> None:
+    if out_S.dtype in (torch.float16, torch.bfloat16):
+        total_S = rows_NS[0].float()
+        for row_S in rows_NS[1:]:
+            total_S += row_S
+        out_S.copy_(total_S.div_(len(rows_NS)))
+        return
+    torch.add(rows_NS[0], rows_NS[1], out=out_S)
+    for row_S in rows_NS[2:]:
+        out_S += row_S
+    out_S /= len(rows_NS)
+
+
+def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pending:
+    """full_P becomes all ranks' shard_S, one after the other. shard_S may be this rank's slice of full_P itself.
+
+    Traffic: P (N-1)/N elements.
+    """
+    size, rank = size_of(group), rank_in(group)
+    if size == 1 or full_P.numel() == 0:
+        _copy(full_P, shard_S)
+        return Pending()
+    with calls.logical("all_gather", full_P, group, unit=unit, sync=False) as call:
+        if on_nccl(group) or full_P.is_cuda:
+            return Pending([_all_gather(full_P, shard_S, group=group, async_op=True)], call)
+        rows_NS = full_P.view(size, -1)
+        _copy(rows_NS[rank], shard_S)
+        tag = _next_tag(group)
+        others = [(rank + i) % size for i in range(1, size)]
+        works = [dist.irecv(rows_NS[r], group=group, group_src=r, tag=tag) for r in others]
+        works += [dist.isend(shard_S, group=group, group_dst=r, tag=tag) for r in others]
+        return Pending(works, call)
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    if to.data_ptr() != source.data_ptr():
+        to.copy_(source)
+
+
+_tags: dict[str, int] = {}
+
+
+def _next_tag(group: Group) -> int:
+    """A tag for one all-gather, equal on all ranks since they issue them in one order; far from the tags that people use."""
+    _tags[group.group_name] = count = (_tags.get(group.group_name, 0) + 1) % 2**20
+    return 2**30 + count
+
+
+def broadcast(tensors: Sequence[Tensor], group: Group, unit: str) -> None:
+    """Every tensor becomes rank 0's, whatever the dtypes, in one broadcast. Autograd does not see the writes."""
+    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if size_of(group) == 1 or not tensors:
+        return
+    packed = torch.cat([_bytes(tensor) for tensor in tensors])
+    kinds.tag(packed, "comm")
+    root = dist.get_global_rank(group, 0)
+    with calls.logical("broadcast", packed, group, unit=unit, source=root) as call:
+        dist.broadcast(packed, src=root, group=group)
+        call.tell("done")
+    if rank_in(group) == 0:
+        return
+    start = 0
+    for tensor in tensors:
+        # .data: what autograd has saved of a buffer stays valid, as it does when a plain forward updates the buffer
+        size = tensor.numel() * tensor.element_size()
+        tensor.data.copy_(packed[start : start + size].clone().view(tensor.dtype).view(tensor.shape))
+        start += size
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def any_rank(flags: Sequence[bool], group: Group, device: torch.device) -> list[bool]:
+    """For each flag, whether some rank has set it: the one small all_reduce with which ranks agree on a step."""
+    if size_of(group) == 1 or not flags:
+        return list(flags)
+    votes = torch.tensor(flags, dtype=torch.float32, device=device)
+    with calls.logical("all_reduce", votes, group, unit="control", detail="SUM") as call:
+        dist.all_reduce(votes, group=group)
+        call.tell("done")
+    return [vote > 0 for vote in votes.tolist()]
+
+
+def gather_objects(value: object, group: Group) -> list:
+    """Every rank's `value`, in rank order. For set-up only: it pickles."""
+    if size_of(group) == 1:
+        return [value]
+    values: list = [None] * size_of(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

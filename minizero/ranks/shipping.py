@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import linecache
@@ -22,6 +23,8 @@ class _Pickler(cloudpickle.Pickler):
         self.sources: dict[str, list[str]] = {}
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+            return importlib.import_module, (value.__name__,)  # torch.ops and its like are modules of a class of their own
         if not isinstance(value, types.CodeType):
             return super().reducer_override(value)
         name = value.co_filename

@@ -1,0 +1,116 @@
+"""What each ZeRO stage must cost by arithmetic: bytes held, elements sent. Measurements are held against these numbers.
+
+    stage        bytes per rank, mixed-precision Adam     elements sent per rank and step
+    0  DDP       16Ψ                                      2Ψ (N−1)/N
+    1  ZeRO-1    4Ψ + 12Ψ/N                               2Ψ (N−1)/N
+    2  ZeRO-2    2Ψ + 14Ψ/N                               2Ψ (N−1)/N
+    3  ZeRO-3    16Ψ/N                                    3Ψ (N−1)/N
+
+Ψ = parameters (`numel`), N = ranks (`world_size`). Rajbhandari et al. 2020, sections 5 (memory) and 7 (communication).
+
+Results are exact: an int where the division comes out even, else the float nearest to the fraction.
+"""
+
+STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+
+# Bytes per parameter: weights, gradients, Adam. In 16 bits Adam keeps an fp32 master beside its two moments.
+_FP32 = {"params": 4, "grads": 4, "optimizer": 4 + 4}
+_MIXED = {"params": 2, "grads": 2, "optimizer": 4 + 4 + 4}
+_BYTES = {None: _FP32, "fp32": _FP32, "bf16": _MIXED, "fp16": _MIXED}
+
+# A kind is sharded from this stage on.
+_SHARDED_FROM = {"optimizer": 1, "grads": 2, "params": 3}
+
+
+def memory(stage: int, numel: int, world_size: int, precision: str | None = "bf16") -> dict[str, float]:
+    """Bytes of model states that one rank holds after backward, by kind: params, grads, optimizer (Adam).
+
+    `precision` is None or "fp32" (4 + 4 + 8 bytes a parameter), "bf16" or "fp16" (2 + 2 + 12). Padding, Adam's step
+    counts, activations and buffers are not in it. The sum of the values is the figure of table 1 of the ZeRO paper.
+    """
+    numel = _check(stage, numel, world_size)
+    if precision not in _BYTES:
+        raise ValueError(f"precision={precision!r}: choose one of {', '.join(map(repr, _BYTES))}")
+    return {
+        kind: _divide(bytes_each * numel, world_size if stage >= _SHARDED_FROM[kind] else 1)
+        for kind, bytes_each in _BYTES[precision].items()
+    }
+
+
+def traffic(stage: int, numel: int, world_size: int, micro_steps: int = 1, no_sync: bool = False) -> float:
+    """Elements that one rank sends for one optimizer step after `micro_steps` backwards.
+
+    A reduce-scatter or an all-gather of Ψ elements sends Ψ(N−1)/N. With G micro-steps DDP needs 2G of them, ZeRO-1
+    and ZeRO-2 G + 1 (the weights are gathered once, in the step), ZeRO-3 3G (the weights twice and the gradients once
+    in each micro-step). With `no_sync`, DDP and ZeRO-1 accumulate locally and need 2; ZeRO-2 and ZeRO-3 refuse it.
+    """
+    numel = _check(stage, numel, world_size)
+    if micro_steps < 1:
+        raise ValueError(f"micro_steps={micro_steps}: a step needs at least 1 backward")
+    if no_sync and stage >= 2:
+        raise ValueError(
+            f"no_sync=True at stage {stage}: a rank would have to keep the full gradients between two backwards, "
+            f"and {STAGES[stage]} keeps only its shard of them. no_sync exists at stages 0 and 1"
+        )
+    collectives = {
+        0: 2 if no_sync else 2 * micro_steps,
+        1: 2 if no_sync else micro_steps + 1,
+        2: micro_steps + 1,
+        3: 3 * micro_steps,
+    }
+    return _divide(collectives[stage] * numel * (world_size - 1), world_size)
+
+
+# op -> what a sender sends, in shares of P(N−1)/N and in whole tensors P.
+_SENT = {
+    "all_reduce": (2, 0),
+    "reduce_scatter": (1, 0),
+    "all_gather": (1, 0),
+    "all_to_all": (1, 0),
+    "scatter": (1, 0),
+    "broadcast": (0, 1),
+    "reduce": (0, 1),
+    "gather": (0, 1),
+    "send": (0, 1),
+    "recv": (0, 0),
+    "barrier": (0, 0),
+}
+
+
+def sent(op: str, numel: int, world_size: int, is_source: bool = True) -> float:
+    """Elements that one rank sends for one logical collective, by the ring or the direct algorithm.
+
+        all_reduce                                 2P(N−1)/N
+        reduce_scatter, all_gather, all_to_all     P(N−1)/N
+        scatter                                    P(N−1)/N at the source
+        broadcast                                  P at the source
+        reduce, gather                             P at every rank but the destination
+        send                                       P
+        recv, barrier                              0
+
+    P = `numel` is the full tensor; for gather it is the piece that this rank gives. `is_source` says whether this rank
+    gives anything where not all do: False at a broadcast's or a scatter's other ranks and at the destination of a
+    reduce or a gather. A single rank sends nothing. Patarasuk and Yuan 2009 (ring all-reduce).
+    """
+    if op not in _SENT:
+        raise ValueError(f"op={op!r}: choose one of {', '.join(_SENT)}")
+    numel = _check(0, numel, world_size)
+    if world_size == 1 or not is_source:
+        return 0
+    shares, wholes = _SENT[op]
+    return _divide((shares * (world_size - 1) + wholes * world_size) * numel, world_size)
+
+
+def _check(stage: int, numel: int, world_size: int) -> int:
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage!r}: choose one of {', '.join(f'{s} ({name})' for s, name in STAGES.items())}")
+    if numel < 0 or numel != int(numel):
+        raise ValueError(f"numel={numel!r}: the number of parameters is a whole number, 0 or more")
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size!r}: there is at least 1 rank")
+    return int(numel)  # 7.5e9 is welcome, and exact from here on
+
+
+def _divide(numerator: int, denominator: int) -> float:
+    quotient, rest = divmod(numerator, denominator)
+    return numerator / denominator if rest else quotient

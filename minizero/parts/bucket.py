@@ -1,0 +1,111 @@
+"""Buckets: gradients that travel together. One collective for each tensor would drown in latency; one for all of them
+could start only when backward has ended.
+
+Backward produces gradients roughly in the reverse order of registration, so buckets are filled in that order and the
+first is full while most of backward is still to come. Li et al. 2020 (PyTorch DDP), section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from minizero.parts import flat, kinds
+
+
+class State(Enum):
+    FILLING = auto()  # gradients arrive; each parameter's .grad is its view of the bucket
+    REDUCING = auto()  # in flight: the bucket belongs to the collective, and no .grad points at it
+    LANDED = auto()  # holds the mean over the ranks, and each .grad is its view again
+
+
+class Bucket:
+    """The gradients of some parameters in one flat buffer of P elements."""
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter], world_size: int):
+        self.name = name
+        self.params = list(params)
+        self.layout = flat.layout(params, world_size)
+        self.grad_P = kinds.tag(torch.zeros(self.layout.P, dtype=params[0].dtype, device=params[0].device), "grads")
+        self.views = dict(zip(self.params, flat.views(self.grad_P, self.layout), strict=True))
+        self.state = State.FILLING
+        self.used: set[nn.Parameter] = set()  # had a gradient on this rank since it was last cleared
+        self.arrived: set[nn.Parameter] = set()  # had one in the current backward
+        self.late = False  # a gradient came when the bucket had left (a parameter may get two): reduce once more
+
+    @property
+    def full(self) -> bool:
+        return len(self.arrived) == len(self.params)
+
+    def open(self) -> None:
+        """A backward begins."""
+        self.state = State.FILLING
+        self.arrived.clear()
+
+    def arrive(self, param: nn.Parameter) -> None:
+        """Autograd has accumulated into param.grad. If the bucket is in flight, the gradient waits there: see land()."""
+        if self.state is State.FILLING:
+            self._take(param)
+            self.arrived.add(param)
+
+    def _take(self, param: nn.Parameter) -> None:
+        """Make the parameter's gradient its view of the bucket."""
+        self.used.add(param)
+        if param.grad is not self.views[param]:
+            self.views[param].copy_(param.grad)
+            param.grad = self.views[param]
+
+    def close(self) -> Tensor:
+        """Ready to leave: a parameter without a gradient gives zeros, and no .grad points at the buffer any more."""
+        for param, view in self.views.items():
+            if param.grad is None:
+                view.zero_()
+                self.used.discard(param)
+            elif param.grad is not view:  # set by hand
+                self._take(param)
+            param.grad = None
+        self.state, self.late = State.REDUCING, False
+        return self.grad_P
+
+    def land(self) -> None:
+        """The mean has arrived. What came after the bucket had left is added to it, on this rank, and makes it `late`."""
+        for param, view in self.views.items():
+            if param.grad is not None:
+                view.add_(param.grad)
+                self.used.add(param)
+                self.late = True
+            param.grad = view
+        self.state = State.LANDED
+
+    def hand_out(self, used_somewhere: set[nn.Parameter]) -> None:
+        """Every parameter's .grad is its view of the mean, or None if no rank had a gradient for it."""
+        self.used = used_somewhere & self.views.keys()
+        for param, view in self.views.items():
+            param.grad = view if param in self.used else None
+
+
+def partition(params: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
+    """Trainable parameters in reverse order, cut into buckets of one dtype and device each.
+
+    A bucket closes before the parameter that would overflow its `bucket_mb` MiB; a larger parameter has its own.
+    ValueError unless bucket_mb is positive.
+    """
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
+        raise ValueError(f"bucket_mb must be a positive number of MiB (fractions are fine); got {bucket_mb!r}")
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[tuple, list[nn.Parameter]] = {}
+    for param in reversed(params):
+        kind = (param.dtype, param.device)
+        bucket = open_buckets.get(kind)
+        if bucket is None or _bytes([*bucket, param]) > bucket_mb * 2**20:
+            bucket = open_buckets[kind] = []
+            buckets.append(bucket)
+        bucket.append(param)
+    return buckets
+
+
+def _bytes(params: Sequence[nn.Parameter]) -> int:
+    return sum(param.numel() * param.element_size() for param in params)
