@@ -38,7 +38,8 @@ def encode(text: str) -> torch.Tensor:
 
 def decode(numbers: torch.Tensor) -> str:
     """Numbers [T] back to characters: decode(encode(text)) == text."""
-    return "".join(vocabulary()[i] for i in numbers.tolist())
+    characters = vocabulary()
+    return "".join(characters[i] for i in numbers.tolist())
 
 
 def tokens(split: str) -> np.ndarray:

@@ -55,35 +55,27 @@ class DDP(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """loss.backward(), every bucket all-reduced meanwhile; inside no_sync() it only accumulates."""
-        with self._backward():
-            loss.backward()
-        self._backward_ended()
+        self._gradients = Gradients.ARRIVING if self._sync else Gradients.LOCAL
+        loss.backward()
+        if self._sync:
+            self._reduce_the_rest()
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         """Autograd has finished one gradient."""
-        if self._gradients is not Gradients.ARRIVING:
-            self._backward_begins()
-            self._after_backward(DDP._backward_ended)
-        self._bucket_of[param].arrive(param)
-        if self._sync:
-            while self._next is not None and self._next.full:
-                self._launch(self._next)
-
-    def _backward_begins(self) -> None:
-        self._gradients = Gradients.ARRIVING
-        for bucket in self.buckets:
-            bucket.open()
-
-    def _backward_ended(self) -> None:
-        if self._sync:
-            self._reduce_the_rest()
-        else:
+        bucket = self._bucket_of[param]
+        bucket.take(param)
+        if not self._sync:
             self._gradients = Gradients.LOCAL
+            return
+        if self._gradients is not Gradients.ARRIVING:  # loss.backward() was called directly
+            self._gradients = Gradients.ARRIVING
+            self._after_backward(DDP._reduce_the_rest)
+        bucket.arrived.add(param)
+        while self._next is not None and self._next.full:
+            self._launch(self._next)
 
     def _reduce_the_rest(self) -> None:
         """Launch what was not full (a parameter that was not used gives zeros), and wait for all."""
-        if self._gradients is not Gradients.ARRIVING:
-            self._backward_begins()
         while self._next is not None:
             self._launch(self._next)
         self._gather_launched()
@@ -138,7 +130,7 @@ class DDP(Engine):
 
     def _agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
         """What some rank had a gradient for, and which buckets a gradient came too late for on some rank."""
-        flags = [param in bucket.used for bucket in self.buckets for param in bucket.params]
+        flags = [flag for bucket in self.buckets for flag in bucket.gradients()]
         flags += [bucket.late for bucket in self.buckets]
         somewhere = iter(comm.any_rank(flags, self.group, self.device))
         return {p for p in self._bucket_of if next(somewhere)}, [b for b in self.buckets if next(somewhere)]
@@ -160,7 +152,7 @@ class DDP(Engine):
         if self._gradients is Gradients.ARRIVING:  # the last backward raised: end what the other ranks may wait for
             self._reduce_the_rest()
             self.zero_grad()
-        if self._gradients is Gradients.SYNCED:
+        if self._gradients is Gradients.SYNCED and self.module.training:
             self._gradients = Gradients.LOCAL
 
     def gathered(self, *modules: nn.Module) -> contextlib.AbstractContextManager:

@@ -235,8 +235,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # an operation on a DTensor comes back as operations on what it holds
-        result = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():  # a tensor's __torch_function__ may refuse to be looked at
+        with torch._C.DisableTorchFunctionSubclass():  # that is over at this level; asked again, a tensor might refuse
+            result = func(*args, **(kwargs or {}))
             self.memory._see_operation(func, _tensors((args, kwargs)), _tensors(result))
         return result
 

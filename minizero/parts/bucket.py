@@ -17,9 +17,8 @@ from minizero.parts import flat, kinds
 
 
 class State(Enum):
-    FILLING = auto()  # gradients arrive; each parameter's .grad is its view of the bucket
-    REDUCING = auto()  # in flight: the bucket belongs to the collective, and no .grad points at it
-    LANDED = auto()  # holds the mean over the ranks, and each .grad is its view again
+    HERE = auto()  # each parameter's .grad, where there is one, is its view of the bucket
+    IN_FLIGHT = auto()  # the bucket belongs to the collective, and no .grad points at it
 
 
 class Bucket:
@@ -31,28 +30,19 @@ class Bucket:
         self.layout = flat.layout(params, world_size)
         self.grad_P = kinds.tag(torch.zeros(self.layout.P, dtype=params[0].dtype, device=params[0].device), "grads")
         self.views = dict(zip(self.params, flat.views(self.grad_P, self.layout), strict=True))
-        self.state = State.FILLING
+        self.state = State.HERE
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank since it was last cleared
-        self.arrived: set[nn.Parameter] = set()  # had one in the current backward
+        self.arrived: set[nn.Parameter] = set()  # had one since the bucket last left
         self.late = False  # a gradient came when the bucket had left (a parameter may get two): reduce once more
 
     @property
     def full(self) -> bool:
         return len(self.arrived) == len(self.params)
 
-    def open(self) -> None:
-        """A backward begins."""
-        self.state = State.FILLING
-        self.arrived.clear()
-
-    def arrive(self, param: nn.Parameter) -> None:
-        """Autograd has accumulated into param.grad. If the bucket is in flight, the gradient waits there: see land()."""
-        if self.state is State.FILLING:
-            self._take(param)
-            self.arrived.add(param)
-
-    def _take(self, param: nn.Parameter) -> None:
-        """Make the parameter's gradient its view of the bucket."""
+    def take(self, param: nn.Parameter) -> None:
+        """Make the parameter's gradient its view of the bucket. If that is in flight, the gradient waits: see land()."""
+        if self.state is State.IN_FLIGHT:
+            return
         self.used.add(param)
         if param.grad is not self.views[param]:
             self.views[param].copy_(param.grad)
@@ -65,9 +55,10 @@ class Bucket:
                 view.zero_()
                 self.used.discard(param)
             elif param.grad is not view:  # set by hand
-                self._take(param)
+                self.take(param)
             param.grad = None
-        self.state, self.late = State.REDUCING, False
+        self.arrived.clear()
+        self.state, self.late = State.IN_FLIGHT, False
         return self.grad_P
 
     def land(self) -> None:
@@ -78,7 +69,14 @@ class Bucket:
                 self.used.add(param)
                 self.late = True
             param.grad = view
-        self.state = State.LANDED
+        self.state = State.HERE
+
+    def gradients(self) -> list[bool]:
+        """For each parameter, whether this rank has a gradient: cleared since the reduction, it has none; set by hand, it has."""
+        for param, view in self.views.items():
+            if param.grad is not None and param.grad is not view:
+                self.take(param)
+        return [param in self.used and param.grad is not None for param in self.params]
 
     def hand_out(self, used_somewhere: set[nn.Parameter]) -> None:
         """Every parameter's .grad is its view of the mean, or None if no rank had a gradient for it."""
@@ -96,16 +94,13 @@ def partition(params: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be a positive number of MiB (fractions are fine); got {bucket_mb!r}")
     buckets: list[list[nn.Parameter]] = []
-    open_buckets: dict[tuple, list[nn.Parameter]] = {}
+    last: dict[tuple, tuple[list[nn.Parameter], int]] = {}  # of each kind, the bucket that is still open, and its bytes
     for param in reversed(params):
         kind = (param.dtype, param.device)
-        bucket = open_buckets.get(kind)
-        if bucket is None or _bytes([*bucket, param]) > bucket_mb * 2**20:
-            bucket = open_buckets[kind] = []
+        bucket, size = last.get(kind, (None, 0))
+        if bucket is None or size + param.nbytes > bucket_mb * 2**20:
+            bucket, size = [], 0
             buckets.append(bucket)
         bucket.append(param)
+        last[kind] = bucket, size + param.nbytes
     return buckets
-
-
-def _bytes(params: Sequence[nn.Parameter]) -> int:
-    return sum(param.numel() * param.element_size() for param in params)

@@ -1,8 +1,9 @@
 """Every collective of this rank, noticed before it starts: minizero's own, and plain `torch.distributed` calls.
 
     watch()                 wraps torch.distributed's collectives, once in a process
-    listeners               objects that are told: issued(call), then waiting(call) where it is asynchronous, then done(call)
-    logical("all_gather")   several calls on the wire that are one collective to the reader, as parts/comm.py issues them
+    listeners               objects that are told: issued(call), then done(call), with waiting(call) between if it is
+                            asynchronous; or failed(call) if torch refuses it. They have the methods that they need
+    logical("all_gather")   several calls on the wire that are one collective to the reader, as parts/comm.py issues it
 
 Who listens: the journal that `Ranks` reads when a rank hangs, and the instruments in lens/.
 """
@@ -13,7 +14,9 @@ import contextlib
 import functools
 import inspect
 import os
+import site
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +28,18 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 # The reader's own code is what lies elsewhere.
-LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+INSTALLED = tuple(
+    {
+        folder + os.sep
+        for folder in (
+            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+            site.getusersitepackages(),
+            os.path.dirname(torch.__file__),
+        )
+    }
+)
+PARTS = os.path.dirname(__file__) + os.sep
+LIBRARIES = (*INSTALLED, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 listeners: list[Any] = []
 _inside = threading.local()  # a logical call is open in this thread: what it issues belongs to it
@@ -39,7 +53,7 @@ class Call:
     numel: int  # elements of the full tensor, over all chunks
     dtype: str  # "float32"; empty where nothing is sent
     shape: tuple[int, ...]
-    group: str  # the process group's name, equal on all its ranks
+    group: str  # the process group's name, equal on all its ranks; empty for the default group
     ranks: tuple[int, ...]  # the group's global ranks
     detail: str = ""  # what must agree besides: the source of a broadcast, the kind of a reduction
     peer: int | None = None  # the other side of a send or recv; None in recv: whoever comes
@@ -56,7 +70,29 @@ class Call:
         if event == "done":
             self.end = time.perf_counter()
         for listener in tuple(listeners):
-            getattr(listener, event)(self)
+            if (hear := getattr(listener, event, None)) is not None:
+                hear(self)
+
+    def refuse(self, error: BaseException) -> None:
+        """The call raised. A lost connection is no refusal: then the others may have issued it, too."""
+        if not connection_lost(error):
+            self.tell("failed")
+
+
+# What gloo and NCCL say when the other side went away.
+_LOST = (
+    "connection closed", "connection reset", "connection refused", "broken pipe", "socket closed", "peer closed",
+    "timed out waiting", "caused pair closure", "remote process exited", "nccl communicator was aborted",
+)  # fmt: skip
+
+
+def connection_lost(error: BaseException | None) -> bool:
+    """Does it only say, itself or the error behind it, that another rank went away? A consequence, never the cause."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _LOST):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class WatchedWork:
@@ -78,11 +114,19 @@ class WatchedWork:
 
 
 def location() -> tuple[str, int]:
-    """File and line of the innermost frame outside torch and minizero: the reader's own line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+    """File and line of the innermost frame outside the libraries: the reader's own line.
+
+    Where there is none (a hook on a thread of autograd's, a function of the course) it is the line in minizero.
+    """
+    ours, frame = None, sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(LIBRARIES) and (frame.f_back is not None or name != "<string>"):  # which starts a rank
+            return name, frame.f_lineno
+        if ours is None and not name.startswith((*INSTALLED, PARTS)):
+            ours = name, frame.f_lineno
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return ours or ("", 0)
 
 
 def describe(op: str, tensors: Any, group: Any = None, **more: Any) -> Call:
@@ -95,7 +139,7 @@ def describe(op: str, tensors: Any, group: Any = None, **more: Any) -> Call:
         dtype=str(chunks[0].dtype).removeprefix("torch.") if chunks else "",
         itemsize=chunks[0].element_size() if chunks else 0,
         shape=tuple(chunks[0].shape) if len(chunks) == 1 else (len(chunks), *chunks[0].shape) if chunks else (),
-        group=group.group_name,
+        group="" if group is dist.group.WORLD else group.group_name,
         ranks=tuple(dist.get_process_group_ranks(group)),
         where=location(),
         **more,
@@ -110,6 +154,9 @@ def logical(op: str, tensors: Any, group: Any = None, **more: Any) -> Iterator[C
     outer, _inside.call = getattr(_inside, "call", None), call
     try:
         yield call
+    except BaseException as error:
+        call.refuse(error)
+        raise
     finally:
         _inside.call = outer
 
@@ -139,7 +186,10 @@ def _rooted(op: str, tensors: str, name: str) -> Callable[[dict], dict]:
 
 
 def _peer(name: str) -> Callable[[dict], dict]:
-    return lambda a: {"tensors": a["tensor"], "peer": _root(a, name), "detail": f"tag={a.get('tag') or 0}"}
+    def describe_call(a: dict) -> dict:
+        return {"tensors": a["tensor"], "peer": _root(a, name), "detail": f"tag={a['tag']}" if a["tag"] else ""}
+
+    return describe_call
 
 
 def _scatter(a: dict) -> dict:
@@ -149,26 +199,31 @@ def _scatter(a: dict) -> dict:
     return {"tensors": chunks, "source": root, "detail": f"src={root}"}
 
 
+def _has_splits(a: dict) -> bool:
+    return bool(a.get("input_split_sizes") or a.get("output_split_sizes"))
+
+
+def _members(a: dict) -> list[int]:
+    return sorted(a.get("ranks") or range(dist.get_world_size()))
+
+
 _COLLECTIVES: dict[str, tuple[str, Callable[[dict], dict]]] = {
     "all_reduce": ("all_reduce", lambda a: {"tensors": a["tensor"], "detail": _reduction(a)}),
     "broadcast": ("broadcast", _rooted("broadcast", "tensor", "src")),
     "reduce": ("reduce", _rooted("reduce", "tensor", "dst")),
     "gather": ("gather", _rooted("gather", "tensor", "dst")),
     "scatter": ("scatter", _scatter),
-    "all_gather": ("all_gather", lambda a: {"tensors": a["tensor_list"], "uneven": False}),
+    "all_gather": ("all_gather", lambda a: {"tensors": a["tensor_list"]}),
     "all_gather_into_tensor": ("all_gather", lambda a: {"tensors": a["output_tensor"]}),
-    "all_gather_single": ("all_gather", lambda a: {"tensors": a["output"]}),
+    "all_gather_single": ("all_gather", lambda a: {"tensors": a["output_tensor"]}),
     "reduce_scatter": ("reduce_scatter", lambda a: {"tensors": a["input_list"], "detail": _reduction(a)}),
     "reduce_scatter_tensor": ("reduce_scatter", lambda a: {"tensors": a["input"], "detail": _reduction(a)}),
     "reduce_scatter_single": ("reduce_scatter", lambda a: {"tensors": a["input"], "detail": _reduction(a)}),
     "all_to_all": ("all_to_all", lambda a: {"tensors": a["input_tensor_list"], "uneven": True}),
-    "all_to_all_single": (
-        "all_to_all",
-        lambda a: {"tensors": a["input"], "uneven": bool(a.get("input_split_sizes") or a.get("output_split_sizes"))},
-    ),
+    "all_to_all_single": ("all_to_all", lambda a: {"tensors": a["input"], "uneven": _has_splits(a)}),
     "barrier": ("barrier", lambda a: {"tensors": ()}),
-    "monitored_barrier": ("barrier", lambda a: {"tensors": ()}),
-    "new_group": ("new_group", lambda a: {"tensors": (), "detail": f"ranks={a.get('ranks')}"}),
+    "monitored_barrier": ("barrier", lambda a: {"tensors": (), "detail": "monitored"}),
+    "new_group": ("new_group", lambda a: {"tensors": (), "detail": f"ranks={_members(a)}"}),
     "send": ("send", _peer("dst")),
     "isend": ("send", _peer("dst")),
     "recv": ("recv", _peer("src")),
@@ -178,7 +233,7 @@ _ASYNCHRONOUS = ("isend", "irecv")
 
 
 def watch() -> None:
-    """Wrap torch.distributed's collectives, so that `listeners` hear of them. Once a process; without listeners they cost nothing."""
+    """Wrap torch.distributed's collectives, once a process, so that `listeners` hear of them. They may be none."""
     for name, (op, fields) in _COLLECTIVES.items():
         original = getattr(c10d, name, None)
         if original is None or hasattr(original, "_minizero"):
@@ -197,17 +252,23 @@ def _watched(original: Callable, op: str, fields: Callable[[dict], dict], asynch
     def collective(*args: Any, **kwargs: Any) -> Any:
         if not listeners or getattr(_inside, "call", None) is not None or not dist.is_initialized():
             return original(*args, **kwargs)
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-            group = given.get("group") if op != "new_group" else None
+        call = None
+        with contextlib.suppress(Exception):  # a wrong call: torch has the better message
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()  # to leave SUM out is to say SUM
+            given = bound.arguments
             sync = not (asynchronous or given.get("async_op"))
-            call = describe(op, group=group, sync=sync, **fields(given))
-        except Exception:  # a wrong call: torch has the better message
+            if not given.get("use_local_synchronization"):  # a new_group to which only its members are called
+                call = describe(op, group=given.get("group"), sync=sync, **fields(given))
+        if call is None:
             return original(*args, **kwargs)
         call.tell("issued")
         _inside.call = call
         try:
             result = original(*args, **kwargs)
+        except BaseException as error:
+            call.refuse(error)
+            raise
         finally:
             _inside.call = None
         if sync:

@@ -58,6 +58,7 @@ def join(backend: str, rank: int, world_size: int, store: dist.Store | None, dev
 
 
 def leave() -> None:
+    _tags.clear()  # after a failure the ranks may have counted differently
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -99,6 +100,11 @@ def size_of(group: Group) -> int:
 
 def on_nccl(group: Group) -> bool:
     return dist.get_backend(group) != "gloo"
+
+
+def _alone(group: Group) -> bool:
+    """Nobody answers: this is the only rank, or its process group is a fake one that pretends there were others."""
+    return size_of(group) == 1 or dist.get_backend(group) == "fake"
 
 
 # --- the collectives --------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def any_rank(flags: Sequence[bool], group: Group, device: torch.device) -> list[bool]:
     """For each flag, whether some rank has set it: the one small all_reduce with which ranks agree on a step."""
-    if size_of(group) == 1 or not flags:
+    if _alone(group) or not flags:
         return list(flags)
     votes = torch.tensor(flags, dtype=torch.float32, device=device)
     with calls.logical("all_reduce", votes, group, unit="control", detail="SUM") as call:
@@ -227,8 +233,8 @@ def any_rank(flags: Sequence[bool], group: Group, device: torch.device) -> list[
 
 def gather_objects(value: object, group: Group) -> list:
     """Every rank's `value`, in rank order. For set-up only: it pickles."""
-    if size_of(group) == 1:
-        return [value]
+    if _alone(group):
+        return [value] * size_of(group)
     values: list = [None] * size_of(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minizero.parts import comm
 
-_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those whose hooks are in place
 
 
 class Engine(nn.Module):
@@ -34,24 +34,24 @@ class Engine(nn.Module):
         self.clip_norm = clip_norm
         self.group = comm.default_group() if group is None else group
         self.rank, self.world_size = comm.rank_in(self.group), comm.size_of(self.group)
+        if self.rank < 0:
+            raise ValueError(f"rank {comm.global_rank()} is no member of the given group: only its members wrap the model")
         self.device = next((param.device for param in module.parameters()), comm.device())
         self.grad_norm: float | None = None
         self.skipped = 0
-        self._in_backward = False
         self._sync = True
         self._known = {name: (param, _form(param)) for name, param in module.named_parameters()}
         self._trainable = [param for param in module.parameters() if param.requires_grad]
         _check_same_model(module, self.group)
-        _engine_of[module] = weakref.ref(self)
 
     # --- forward ------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output. In training, buffers (BatchNorm's statistics, say) are rank 0's first."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _inside_backward():
             self._check_unchanged()
             self._before_forward()
-            if self.training:
+            if self.module.training:
                 comm.broadcast(list(self.module.buffers()), self.group, "buffers")
         return self.module(*args, **kwargs)
 
@@ -95,6 +95,7 @@ class Engine(nn.Module):
         for param in self._trainable:
             handle = param.register_post_accumulate_grad_hook(hook)
             weakref.finalize(self, handle.remove)
+        _engines.add(self)
 
     def _check_gradient(self, param: nn.Parameter) -> None:
         if param.grad.requires_grad:
@@ -110,20 +111,10 @@ class Engine(nn.Module):
             )
 
     def _after_backward(self, finish: Callable[[Engine], None]) -> None:
-        """Call `finish(self)` when the running backward has ended, however it was started."""
-        if self._in_backward:
-            return  # self.backward() calls it
+        """Call `finish(self)` when the backward that is running has ended. The backward that reentrant checkpointing starts
+        inside another is one of its own."""
         me = weakref.ref(self)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: me() is not None and finish(me()))
-
-    @contextlib.contextmanager
-    def _backward(self) -> Iterator[None]:
-        """While a step's backward() runs."""
-        self._in_backward = True
-        try:
-            yield
-        finally:
-            self._in_backward = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -250,6 +241,11 @@ class Engine(nn.Module):
         )
 
 
+def _inside_backward() -> bool:
+    """Whether autograd is running: then a forward is checkpointing's second one, and no new batch begins."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _form(param: Tensor) -> tuple:
     return param.requires_grad, param.shape, param.dtype, param.device
 
@@ -263,12 +259,17 @@ def _check_arguments(module: Any, optimizer: Any, clip_norm: Any) -> None:
         raise TypeError(f"the model is already wrapped by {type(module).__name__}: wrap its .module once")
     if not isinstance(module, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module; got {type(module).__name__}")
-    previous = _engine_of.get(module)
-    if previous is not None and previous() is not None:
-        raise ValueError(
-            f"this model is already wrapped by a {type(previous()).__name__} that is still alive: its hooks would reduce every "
-            "gradient a second time. Delete that engine first, or build a new model"
-        )
+    for name, part in module.named_modules():
+        if isinstance(part, Engine):
+            raise TypeError(f"{name!r} inside the model is already wrapped by {type(part).__name__}: wrap the whole model, once")
+    for engine in _engines:
+        hooked = set(engine._trainable)
+        for name, param in module.named_parameters():
+            if param in hooked:
+                raise ValueError(
+                    f"parameter {name!r} is already wrapped by a {type(engine).__name__} that is still alive: both would reduce "
+                    "its gradient. Delete that engine first, or build a new model"
+                )
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before wrapping")

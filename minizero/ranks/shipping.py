@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import linecache
 import os
@@ -14,23 +13,60 @@ from typing import Any
 
 import cloudpickle
 
+from minizero.parts import calls
+
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle renames every file to `<dynamic-code>`; here code keeps its file name, and its source travels along."""
+    """cloudpickle renames every file to `<dynamic-code>`; here code keeps its file name, and its source travels along.
+
+    What belongs to a module that the ranks cannot import (loaded from a path, say) travels with its code.
+    """
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.sources: dict[str, list[str]] = {}
+        self.by_value: dict[str, bool] = {"__main__": False}  # cloudpickle does so by itself
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.CodeType):
+            name = value.co_filename
+            if name not in self.sources and not os.path.exists(name):  # a notebook's cell: only we have its lines
+                self.sources[name] = linecache.getlines(name)
+            return _code_in_file, (self.dispatch_table[types.CodeType](value), name)
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
-            return importlib.import_module, (value.__name__,)  # torch.ops and its like are modules of a class of their own
-        if not isinstance(value, types.CodeType):
-            return super().reducer_override(value)
-        name = value.co_filename
-        if name not in self.sources and not os.path.exists(name):  # a notebook cell: its lines live in this process only
-            self.sources[name] = linecache.getlines(name)
-        return _code_in_file, (self.dispatch_table[types.CodeType](value), name)
+            if not self._travels(value.__name__):
+                return importlib.import_module, (value.__name__,)  # torch.ops and its like are of a class of their own
+        elif isinstance(value, (type, types.FunctionType)):
+            self._travels(value.__module__)
+        return super().reducer_override(value)
+
+    def _travels(self, name: str | None) -> bool:
+        if name not in self.by_value:
+            module = sys.modules.get(name or "")
+            self.by_value[name] = travels = module is not None and not _importable(name)
+            if travels:
+                cloudpickle.register_pickle_by_value(module)
+        return self.by_value[name]
+
+    def forget(self) -> None:
+        for name, travels in self.by_value.items():
+            if travels:
+                cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+
+def _importable(name: str) -> bool:
+    """Would a fresh process with this sys.path import the same module?"""
+    top = sys.modules.get(name.partition(".")[0])
+    if (getattr(top, "__file__", None) or "").startswith(calls.LIBRARIES):
+        return True
+    parent, _, _ = name.rpartition(".")
+    if parent and not _importable(parent):
+        return False
+    path = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
+    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    spec = next(filter(None, (find(name, path) for find in finders)), None)
+    file = getattr(sys.modules[name], "__file__", None)
+    return spec is not None and (not file or (spec.origin is not None and os.path.samefile(spec.origin, file)))
 
 
 def _code_in_file(reduced: tuple, filename: str) -> types.CodeType:
@@ -42,27 +78,18 @@ def pack(value: Any) -> bytes:
     """Pickle `value`. Raises what pickle raises."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(value)
-    return pickle.dumps((buffer.getvalue(), pickler.sources), protocol=pickle.HIGHEST_PROTOCOL)
+    try:
+        pickler.dump(value)
+    finally:
+        pickler.forget()
+    pickle.dump(pickler.sources, buffer)
+    return buffer.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
-    body, sources = pickle.loads(packed)
-    for name, lines in sources.items():
+    stream = io.BytesIO(packed)
+    value = pickle.load(stream)
+    for name, lines in pickle.load(stream).items():
         if lines:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    return pickle.loads(body)
-
-
-def by_value_if_not_importable(function: Any) -> None:
-    """A function of a module that the ranks cannot import (loaded from a path, say) travels with its code."""
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    if module is None or module.__name__ in ("__main__", "builtins") or module.__name__ in cloudpickle.list_registry_pickle_by_value():
-        return
-    try:
-        found = importlib.util.find_spec(module.__name__)
-    except (ImportError, ValueError):
-        found = None
-    file = getattr(module, "__file__", None)
-    if found is None or (file and found.origin and not os.path.samefile(found.origin, file)):
-        cloudpickle.register_pickle_by_value(module)
+    return value

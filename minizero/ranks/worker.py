@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import io
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,14 @@ INLINE = 1 << 15  # bytes that fit into a pipe without a reader at the other end
 
 @dataclass
 class Order:
-    """Run this. `fresh`: join a new process group first."""
+    """Run this."""
 
     folder: Path
     payload: bytes | None  # None: it is in folder / "payload"
-    fresh: bool
+    rendezvous: Path | None  # join a new process group first, and meet the others here
     path: list[str]
     cwd: str
+    environ: dict[str, str]
 
 
 @dataclass
@@ -47,60 +51,69 @@ class Answer:
     exception_type: str = ""
     message: str = ""
     traceback: str = ""
-    communication: bool = False  # the exception only says that another rank went away
-    time: float = 0.0  # on the clock that all processes share
+    connection_lost: bool = False  # the exception only says that another rank went away
+    time: float = field(default_factory=time.monotonic)  # the same clock in all processes
     groups: int = 1
+    imported: dict[str, int] = field(default_factory=dict)  # the reader's own files -> ns of their last change
 
 
-def main(rank: int, world_size: int, backend: str, device: str, pipe: Any, folder: str) -> None:
+def main(rank: int, world_size: int, backend: str, device: str, pipe: Any, folder: str, parent: int) -> None:
     """The life of a rank, until the parent closes the pipe or ends itself."""
     os.setpgid(0, 0)  # an interrupt in the notebook is the parent's to deal with; and we end with all that we start
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
     _send_output_to(Path(folder), rank)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # outside a run nobody needs to know where we are
-    torch.set_num_threads(1)  # N ranks share the cores; and sums come out the same on every machine
-    clean = _State()
+    gc.freeze()  # the modules need not be looked at by each collection: it takes 1 ms, not 100
     pipe.send("ready")
+    known = set(sys.modules)
     while True:
         try:
             order = pipe.recv()
         except (EOFError, OSError):
             return
-        pipe.send(_run(rank, world_size, backend, torch.device(device), order, clean))
+        answer = _run(rank, world_size, backend, torch.device(device), order, known)
+        failed = not answer.ok
+        pipe.send(answer)
+        del order, answer
         gc.collect()  # what the function left in cycles must not be alive in the next run
-        gc.freeze()  # what lives on (modules) need not be looked at again: the next collection takes 1 ms, not 50
+        if failed:
+            comm.leave()  # whoever waits for this rank is told so by its connection, and need not be killed
+        gc.freeze()  # nor what lives on: more modules
 
 
-def _run(rank: int, world_size: int, backend: str, device: torch.device, order: Order, clean: _State) -> Answer:
+def _run(rank: int, world_size: int, backend: str, device: torch.device, order: Order, known: set[str]) -> Answer:
+    started = time.time_ns()
     _send_output_to(order.folder, rank)
-    clean.restore(order)
-    stack = open(order.folder / f"stack-{rank}", "w")
-    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # the parent may ask where we are
+    stack = open(order.folder / f"stack-{rank}", "w")  # noqa: SIM115 — open as long as the function runs
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # the parent may ask where we are …
+    faulthandler.enable(stack)  # … or want to know where we crashed
     journal = Journal(order.folder / f"journal-{rank}")
     try:
-        if order.fresh:
+        _reset(order)
+        if order.rendezvous is not None:
             comm.leave()
-            comm.join(backend, rank, world_size, comm.file_store(str(order.folder / "rendezvous"), world_size), device)
+            comm.join(backend, rank, world_size, comm.file_store(str(order.rendezvous), world_size), device)
         calls.listeners[:] = [journal]
-        fn, args = shipping.unpack(order.payload or (order.folder / "payload").read_bytes())
-        result = fn(rank, *args)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        answer = Answer(rank, ok=True, payload=_packed(result, rank))
-        if len(answer.payload) > INLINE:
-            (order.folder / f"result-{rank}").write_bytes(answer.payload)
-            answer.payload = None
+        with warnings.catch_warnings():
+            fn, args = shipping.unpack(order.payload or (order.folder / "payload").read_bytes())
+            result = fn(rank, *args)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            payload: bytes | None = _packed(result, rank)
+        if len(payload) > INLINE:
+            (order.folder / f"result-{rank}").write_bytes(payload)
+            payload = None
+        answer = Answer(rank, ok=True, payload=payload)
     except BaseException as error:  # SystemExit too: a rank that leaves early has failed
         answer = _failure(rank, error)
     finally:
         calls.listeners.clear()
         journal.close()
         faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
         stack.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
     answer.groups = comm.groups()
-    answer.time = time.monotonic()
+    answer.imported = _imported(known, started)
     return answer
 
 
@@ -111,70 +124,76 @@ def _packed(result: Any, rank: int) -> bytes:
         raise TypeError(
             f"rank {rank} returned a {type(result).__name__} that cannot be sent to the parent process ({error}): "
             "return tensors, numbers, strings, or lists and dicts of them"
-        ) from error
+        ) from None
 
 
-# What gloo and NCCL say when the other side went away: a consequence, never the cause.
-_GONE = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed", "peer closed",
-         "timed out waiting", "caused pair closure", "remote process exited", "nccl communicator was aborted")  # fmt: skip
+_OURS = (os.path.dirname(__file__) + os.sep, calls.__file__)
 
 
 def _failure(rank: int, error: BaseException) -> Answer:
-    frames = error.__traceback__
-    ours = (os.path.dirname(__file__) + os.sep,)
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours) and frames.tb_next is not None:
-        frames = frames.tb_next
-    message = str(error)
+    answer = Answer(rank, ok=False, exception_type=type(error).__name__, connection_lost=calls.connection_lost(error))
+    try:
+        answer.message = str(error)
+    except Exception as second:
+        answer.message = f"(its text cannot be had: str() of it raises {type(second).__name__})"
     if isinstance(error, SystemExit):
-        message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called in a rank"
-    return Answer(
-        rank,
-        ok=False,
-        exception_type=type(error).__name__,
-        message=message,
-        traceback="".join(traceback.format_exception(type(error), error, frames)),
-        communication=isinstance(error, RuntimeError) and any(text in message.lower() for text in _GONE),
-    )
+        answer.message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called in a rank"
+    told = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in told.stack if not frame.filename.startswith(_OURS)]
+    if frames:
+        told.stack = traceback.StackSummary.from_list(frames)
+        answer.traceback = "".join(told.format())
+    return answer
 
 
-class _State:
-    """The interpreter-wide settings that a function may change, as they were when the rank started."""
+def _reset(order: Order) -> None:
+    """The interpreter-wide settings that a function may have changed, as they are at the start of every run."""
+    kept = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME",) if name in os.environ}  # subgroups need it, too
+    os.environ.clear()
+    os.environ.update(kept | order.environ)
+    os.chdir(order.cwd)
+    sys.path[:] = order.path
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    torch.set_num_threads(1)  # N ranks share the cores; and sums come out the same on every machine
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED)
 
-    def __init__(self) -> None:
-        self.environ = dict(os.environ)
-        self.filters = list(warnings.filters)
 
-    def restore(self, order: Order) -> None:
-        for name in set(os.environ) - set(self.environ):
-            del os.environ[name]
-        os.environ.update(self.environ)
-        os.chdir(order.cwd)
-        sys.path[:] = order.path
-        warnings.filters[:] = self.filters
-        warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-        torch.set_grad_enabled(True)
-        torch.use_deterministic_algorithms(False)
-        torch.autograd.set_detect_anomaly(False)
-        torch.set_num_threads(1)
-        random.seed(SEED)
-        torch.manual_seed(SEED)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(SEED)
+def _imported(known: set[str], started: int) -> dict[str, int]:
+    """The reader's own files that this run was the first to import. The parent looks whether they change."""
+    new = set(sys.modules) - known
+    known |= new
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in new}
+    imported = {}
+    for file in files:
+        if isinstance(file, str) and not file.startswith(calls.INSTALLED):
+            with contextlib.suppress(OSError):
+                changed = os.stat(file).st_mtime_ns
+                imported[file] = changed if not started < changed <= time.time_ns() else -1  # edited as we ran
+    return imported
 
 
 def _send_output_to(folder: Path, rank: int) -> None:
-    """Both streams go to files, at the level of the operating system: also what C++ prints, also if the process dies."""
-    for stream, descriptor, name in ((sys.stdout, 1, "out"), (sys.stderr, 2, "err")):
-        stream.flush()
+    """Both streams go to files, at the level of the operating system: what C++ prints, too, and if the process dies."""
+    for descriptor, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
-        stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True, write_through=True)
+    # New streams each time, for a function may have replaced or closed them. Nothing waits in a buffer.
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(descriptor, "w", closefd=False), "utf-8", "replace", write_through=True)
+        for descriptor in (1, 2)
+    )
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
-    os._exit(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)  # with all that this rank has started

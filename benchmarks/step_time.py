@@ -1,0 +1,106 @@
+"""Step time of each engine over torch DDP's: the same GPT, the same ranks, interleaved rounds in one run, medians.
+
+    python benchmarks/step_time.py                   # 2 ranks, GPT of 4.8 M parameters
+    python benchmarks/step_time.py --ranks 4 --rounds 9
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from rich.console import Console
+from rich.table import Table
+
+import minizero as mz
+from minizero import data
+from minizero.model import GPT
+
+
+def no_communication(model, optimizer):
+    """Each rank on its own: what the others are slower by is the price of training one model together."""
+
+    def step(x, y):
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def torch_ddp(model, optimizer):
+    wrapped = DistributedDataParallel(model)
+
+    def step(x, y):
+        wrapped(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ours(engine_class):
+    def build(model, optimizer):
+        engine = engine_class(model, optimizer)
+
+        def step(x, y):
+            engine.backward(engine(x, y))
+            engine.step()
+
+        return step
+
+    return build
+
+
+CONTESTANTS = {"torch DDP": torch_ddp, "no communication": no_communication, "minizero DDP": ours(mz.DDP)}
+
+
+def measure(rank: int, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds a step, one figure a round, for each contestant; the slowest rank's."""
+    world_size = dist.get_world_size()
+    contestants = {}
+    for name, build in CONTESTANTS.items():
+        torch.manual_seed(0)
+        model = GPT.preset("small").to(mz.device())
+        contestants[name] = build(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    batches = [
+        (x.to(mz.device()), y.to(mz.device()))
+        for x, y in data.batches("train", 4 * world_size, 128, steps, rank=rank, world_size=world_size)
+    ]
+    times = {name: [] for name in contestants}
+    for round_number in range(rounds + 1):  # the first warms up
+        for name, step in contestants.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            for x, y in batches:
+                step(x, y)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds = torch.tensor([(time.perf_counter() - begin) / steps])
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            if round_number:
+                times[name].append(seconds.item())
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps in a round")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    times = mz.launch(measure, options.ranks, options.rounds, options.steps, timeout=1800, device=options.device)[0]
+    table = Table(title=f"{options.ranks} ranks, GPT of 4.8 M parameters, fp32, AdamW")
+    for column in ("engine", "ms a step", "over torch DDP"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for name, rounds in times.items():
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(rounds, times["torch DDP"], strict=True))
+        table.add_row(name, f"{1e3 * statistics.median(rounds):.0f}", f"{ratio:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,590 @@
+"""The checks of exercises/00_collectives.ipynb.
+
+Inputs are integers in floats: rank r brings 10^r times (1, 2, 3, …). A sum of three ranks reads 111, 222, 333, …, and its
+digits say whose values are in it. All rings here turn to the left: rank r sends to r - 1 and receives from r + 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minizero.course import Finding, Question, bug, exercise, number
+from minizero.course.expect import Outcome
+from minizero.parts import calls
+
+# --- 1. which chunk, in which step -----------------------------------------------------------------
+
+
+@exercise(
+    "collectives.ring_step",
+    call="ring_step(rank, step, world_size)",
+    hints=[
+        "Begin at the end: which chunk arrives at rank r in the last step, N − 2? Which one arrived a step before that, if rank r "
+        "passes on what it receives, and its right neighbour does the same?",
+        "Two invariants fix everything: what rank r receives in step s, rank r + 1 sends in step s; and what a rank receives in step s "
+        "it sends in step s + 1. So the numbers go up by 1 with the step, and all of it is modulo world_size.",
+        "The chunk received in step s is rank + step + 2, modulo world_size: in step N − 2 that is rank + N, which is rank. The chunk "
+        "sent is the one before it.",
+    ],
+)
+def ring_step(answer, expect):
+    """chunk numbers of all ranks and steps on 2 to 5 ranks: neighbours agree, and chunk r ends on rank r"""
+    cases = [(n, r, s) for n in (2, 3, 4, 5) for r in range(n) for s in range(n - 1)]
+    answers = dict(zip(cases, expect.call(_ring_steps, answer, cases), strict=True))
+    cause = next((text for text, wrong in _RING_MISTAKES.items() if answers == {c: wrong(*c) for c in cases}), "")
+
+    def finding(n, r, s, rule, expected, got, so=""):
+        expect.case(world_size=n, rank=r, step=s)
+        raise Finding(rule, expected, got, so, cause)
+
+    for n, r, s in cases:
+        pair = answers[n, r, s]
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(chunk) is int for chunk in pair):
+            finding(n, r, s, "the answer is a pair of chunk numbers", "(send, receive), two ints", repr(pair))
+        if not all(0 <= chunk < n for chunk in pair):
+            cause = cause or "the modulo is missing: after the last chunk comes chunk 0"
+            finding(n, r, s, f"with {n} ranks the chunks are 0 to {n - 1}", got=f"(send, receive) = {pair}")
+        send, receive = pair
+        right = (r + 1) % n
+        theirs = answers[n, right, s][0]
+        if s == n - 2 and receive != r:
+            finding(
+                n, r, s, "the last chunk to arrive at a rank is its own", f"rank {r} receives chunk {r}", f"chunk {receive}",
+                f"chunk {receive} is complete on rank {r}, and nobody looks for it there",
+            )  # fmt: skip
+        if s > 0 and send != answers[n, r, s - 1][1]:
+            before = answers[n, r, s - 1][1]
+            finding(
+                n, r, s, "a rank passes on the chunk that it received in the step before",
+                f"rank {r} sends chunk {before}", f"chunk {send}", "the sum that was begun goes no further",
+            )  # fmt: skip
+        if receive != theirs:
+            finding(
+                n, r, s, "a rank receives what its right neighbour sends",
+                f"rank {r} receives chunk {theirs} (rank {right} sends it)", f"chunk {receive}",
+                f"rank {r} adds rank {right}'s chunk {theirs} to its own chunk {receive}",
+            )  # fmt: skip
+
+
+def _ring_steps(answer, cases):
+    return [_as_pair(answer(r, s, n)) for n, r, s in cases]
+
+
+def _as_pair(pair):
+    return tuple(pair) if isinstance(pair, list) else pair
+
+
+_RING_MISTAKES: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
+    "this ring turns to the right, as the lesson's does": lambda n, r, s: ((r - s - 1) % n, (r - s - 2) % n),
+    "send and receive are swapped": lambda n, r, s: ((r + s + 2) % n, (r + s + 1) % n),
+    "the modulo is missing: after the last chunk comes chunk 0": lambda n, r, s: (r + s + 1, r + s + 2),
+    "the trip begins one chunk too early: so it does in an all-gather, where a rank sends its own chunk first": lambda n, r, s: (
+        (r + s) % n,
+        (r + s + 1) % n,
+    ),
+    "the step is not in it: a rank would send one and the same chunk every time": lambda n, r, s: ((r + 1) % n, (r + 2) % n),
+    "the steps run backwards: what arrives in a step is sent in the next": lambda n, r, s: ((r - s - 1) % n, (r - s) % n),
+}
+
+
+# --- what a program brings back, and what the wire must look like -----------------------------------
+
+
+@dataclass
+class _Message:
+    """A send or a recv, as a rank issued it. Places are positions in the rank's list of events; None: it never came to that."""
+
+    op: str
+    numel: int
+    dtype: str
+    peer: int | None
+    issued: int
+    done: int | None = None
+
+
+class _Wire:
+    """Listens to a rank's messages. `slow`: the rank hesitates before each send, so that reading too early shows."""
+
+    def __init__(self, slow: bool) -> None:
+        self.messages: list[_Message] = []
+        self._slow, self._events, self._of_call = slow, 0, {}
+
+    def issued(self, call: calls.Call) -> None:
+        if self._slow and call.op == "send":
+            time.sleep(0.02)
+        self._events += 1
+        message = _Message(call.op, call.numel, call.dtype, call.peer, self._events)
+        self.messages.append(message)
+        self._of_call[id(call)] = message, call  # holds the call, so that its id stays its own
+
+    def waiting(self, call: calls.Call) -> None:
+        pass
+
+    def done(self, call: calls.Call) -> None:
+        self._events += 1
+        self._of_call[id(call)][0].done = self._events
+
+
+@contextlib.contextmanager
+def _listening(slow: bool) -> Iterator[list[_Message]]:
+    calls.watch()
+    wire = _Wire(slow)
+    calls.listeners.append(wire)
+    try:
+        yield wire.messages
+    finally:
+        calls.listeners.remove(wire)
+
+
+def _call_on_wire(rank: int, answer: Callable, make: Callable[[int], Tensor]) -> dict:
+    """The program of every check here: answer(make(rank)), listened to."""
+    x = make(rank)
+    with _listening(slow=rank == dist.get_world_size() - 1) as messages:
+        returned = answer(x)
+    return {"returned": returned, "x": x, "messages": messages}
+
+
+def _digits(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    numel = int(torch.Size(shape).numel())
+    return (torch.arange(1, numel + 1) * 10**rank).to(dtype).reshape(shape)
+
+
+def _causes(world_size: int) -> dict[str, str]:
+    """What an error or a deadlock means, when everybody runs the same ring."""
+    circle = "all ranks receive (or all send) before anyone does the other: start both with isend and irecv, then wait for both"
+    partners = "the two ends do not name each other: send to (rank - 1) % world_size, receive from (rank + 1) % world_size"
+    return {
+        "deadlock": circle if world_size == 2 else partners,
+        "list index out of range": "a chunk number runs past the last chunk: take it modulo world_size",
+        "tuple index out of range": "a chunk number runs past the last chunk: take it modulo world_size",
+        "has no attribute 'wait'": "dist.send and dist.recv have waited already and return no work; isend and irecv do",
+        "invalid destination rank": partners,
+        "invalid source rank": partners,
+    }
+
+
+def _judge(expect, outcomes: list[Outcome], sizes: Sequence[int], whole: int, values: Callable[[Outcome], None]) -> None:
+    """All that is asked of a ring, from the cause to the effect: messages, then values, then what was sent and to whom.
+
+    sizes: numel of each send that the ring makes; whole: numel of the tensor that it is about.
+    """
+    for outcome in outcomes:
+        _check_calls(expect, outcome, sizes)
+    for outcome in outcomes:
+        values(outcome)
+    for outcome in outcomes:
+        _check_sends(expect, outcome, len(outcomes), sizes, whole)
+
+
+def _check_calls(expect, outcome: Outcome, sizes: Sequence[int]) -> None:
+    """No collectives; and every message is waited for, in time. Where it is not, values are right or wrong by chance."""
+    rank, sends, receives = outcome.rank, *_split(outcome)
+    foreign = [op for op in outcome.count if op not in ("send", "recv")]
+    expect.that(
+        not foreign,
+        rule="it is built from send and receive alone",
+        expected="isend and irecv",
+        got=f"rank {rank} issued {', '.join(foreign)}",
+        cause=f"{foreign[0]} does for you what you are to build" if foreign else "",
+    )
+    still_open = [m for m in (*sends, *receives) if m.done is None]
+    count = f"{sum(m.op == 'send' for m in still_open)} sends and {sum(m.op == 'recv' for m in still_open)} receives"
+    expect.that(
+        not still_open,
+        rule="every message is waited for before the function returns",
+        got=f"rank {rank} left {count} open",
+        so="until its wait returns, a tensor belongs to the network: what is in it is chance",
+        cause="isend and irecv return at once: keep the work that they return, and call its wait()",
+    )
+    if [m.numel for m in sends] != list(sizes) or len(receives) != len(sends):
+        return  # no ring: this is told after the values
+    for k in range(1, len(sends)):
+        expect.that(
+            receives[k - 1].done < sends[k].issued,
+            rule="a chunk is passed on when it has arrived",
+            expected=f"rank {rank} waits for receive {k - 1}, then starts send {k}",
+            got=f"send {k} starts while receive {k - 1} is open",
+            so="it sends what happens to be in the buffer",
+            cause="wait inside the loop: the next step needs what this one brings",
+        )
+
+
+def _check_sends(expect, outcome: Outcome, world_size: int, sizes: Sequence[int], whole: int) -> None:
+    """How many sends of how many elements, and all of them to the left."""
+    rank, (sends, _) = outcome.rank, _split(outcome)
+    got, want = [m.numel for m in sends], list(sizes)
+    cause = ""
+    if got and max(got) >= whole > max(sizes):
+        cause = f"whole tensors of {whole} elements travel: cut the tensor into world_size chunks, and send one chunk a step"
+    elif len(got) > len(want):
+        cause = f"after {len(want)} steps all is where it belongs: one step more brings nothing new"
+    expect.that(
+        got == want,
+        rule="a ring sends one chunk in each step",
+        expected=f"rank {rank} sends {_count(want)} elements",
+        got=_count(got),
+        so=f"it sends {sum(got)} elements where {sum(want)} are enough" if sum(got) > sum(want) else "",
+        cause=cause,
+    )
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    peers = sorted({m.peer for m in sends})
+    expect.that(
+        peers == [left],
+        rule="a rank sends to its left neighbour only",
+        expected=f"rank {rank} sends to rank {left}",
+        got=f"to rank {' and rank '.join(map(str, peers))}",
+        cause="this ring turns to the right, as the lesson's does"
+        if peers == [right]
+        else "every rank sends to every other: as many bytes, but it is no ring",
+    )
+
+
+def _split(outcome: Outcome) -> tuple[list[_Message], list[_Message]]:
+    messages = outcome.value["messages"]
+    return [m for m in messages if m.op == "send"], [m for m in messages if m.op == "recv"]
+
+
+def _count(sizes: Sequence[int]) -> str:
+    if not sizes:
+        return "nothing"
+    return f"{len(sizes)} × {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+
+
+# --- 2. reduce-scatter -----------------------------------------------------------------------------
+
+
+@exercise(
+    "collectives.ring_reduce_scatter",
+    call="ring_reduce_scatter(x)",
+    points=2,
+    hints=[
+        "A chunk starts at one rank and makes N − 1 hops. What does each rank on its way do to it, before it passes it on?",
+        "x.chunk(world_size) gives views into x; torch.empty_like(chunks[0]) a buffer for what arrives. ring_step says which chunk goes "
+        "and which comes. Invariant: after step s a rank's copy of the chunk that it received holds s + 2 ranks' values, and that copy is what it sends next.",
+        "For each step below world_size − 1: ask ring_step for the two numbers; isend that chunk to the left, irecv the buffer from the right, "
+        "wait for both; add the buffer to the chunk that was received. In the end return chunk number rank.",
+    ],
+)
+def ring_reduce_scatter(answer, expect):
+    """chunk r of the sum on rank r, for 2 and 3 ranks; N − 1 sends of one chunk, to the left, each waited for"""
+    for world_size, numel in ((2, 2), (3, 6)):
+        expect.case(world_size=world_size, numel=numel)
+        make = partial(_digits, shape=(numel,))
+        outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=_causes(world_size))
+        inputs = [make(rank) for rank in range(world_size)]
+        size = numel // world_size
+        _judge(expect, outcomes, [size] * (world_size - 1), numel, lambda o, i=inputs: _check_chunk(expect, o, i))
+
+
+def _check_chunk(expect, outcome: Outcome, inputs: list[Tensor]) -> None:
+    n, rank, got = len(inputs), outcome.rank, outcome.value["returned"]
+    of_rank = [x.chunk(n)[rank] for x in inputs]  # everyone's values of the chunk that this rank owns
+    sums = sum(inputs).chunk(n)
+    expect.that(
+        not isinstance(got, Tensor) or got.numel() < inputs[0].numel(),
+        rule="a rank returns its own chunk of the sum",
+        expected=f"rank {rank} returns {sums[rank].numel()} elements",
+        got=f"{getattr(got, 'numel', int)()}",
+        cause="all of x is returned: the other chunks in it are leftovers",
+    )
+    others = {
+        f"this is chunk {k}, complete: the numbers must be such that the last chunk to arrive is number rank": sums[k]
+        for k in range(n)
+        if k != rank
+    }
+    right = (rank + 1) % n
+    expect.equal(
+        got,
+        sums[rank],
+        of=f"chunk {rank} on rank {rank}",
+        rule="rank r returns chunk r, summed over all ranks",
+        mistakes={
+            "the values of this rank alone: what arrived was not added, or was read before wait": of_rank[rank],
+            "what arrived has replaced the rank's own values: add it to them": of_rank[(rank - 1) % n],
+            "only the right neighbour's own values were added: it must pass on its sum so far": of_rank[rank] + of_rank[right],
+            "what arrived was added twice": 2 * sums[rank] - of_rank[rank],
+            "divided by world_size: the sum is asked for, not the mean": sums[rank] / n,
+            **others,
+        },
+    )
+
+
+# --- 3. all-gather ---------------------------------------------------------------------------------
+
+
+@exercise(
+    "collectives.ring_all_gather",
+    call="ring_all_gather(shard)",
+    points=2,
+    hints=[
+        "Rank r has chunk r and nothing else. Which chunk can it send in step 0, and which in step 1, when something has arrived?",
+        "Make the result first, shard.new_empty(world_size * shard.numel()), and cut it with .chunk(world_size): views, so an irecv into one of them puts what "
+        "arrives in its place. Invariant: after step s rank r has the chunks rank … rank + s + 1, modulo world_size.",
+        "Copy the shard into chunk number rank. For each step below world_size − 1: isend chunk rank + step to the left, irecv chunk rank + step + 1 from the "
+        "right (both modulo world_size), wait for both. Return the whole.",
+    ],
+)
+def ring_all_gather(answer, expect):
+    """all chunks in their places on every rank, for 2 and 3 ranks; N − 1 sends of one chunk, to the left, each waited for"""
+    for world_size, size in ((2, 1), (3, 2)):
+        expect.case(world_size=world_size, numel=size)
+        make = partial(_shard, size=size)
+        outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=_causes(world_size))
+        shards = [make(rank) for rank in range(world_size)]
+        _judge(
+            expect,
+            outcomes,
+            [size] * (world_size - 1),
+            world_size * size,
+            lambda o, s=shards: _check_whole(expect, o, s),
+        )
+
+
+def _shard(rank: int, size: int) -> Tensor:
+    """Of [1, 2, 30, 40, 500, 600]: the digit says where an element belongs, the zeros behind it who brings it."""
+    return torch.arange(rank * size + 1, (rank + 1) * size + 1) * 10.0**rank
+
+
+def _check_whole(expect, outcome: Outcome, shards: list[Tensor]) -> None:
+    n, rank = len(shards), outcome.rank
+    nothing = torch.zeros_like(shards[0])
+    right = (rank + 1) % n
+
+    def whole(chunk: Callable[[int], Tensor]) -> Tensor:
+        return torch.cat([chunk(k) for k in range(n)])
+
+    expect.equal(
+        outcome.value["returned"],
+        whole(lambda k: shards[k]),
+        of=f"the result on rank {rank}",
+        rule="every rank returns all chunks, chunk r at place r",
+        mistakes={
+            "the chunks stand in the order of their arrival, the own one first": whole(lambda k: shards[(rank + k) % n]),
+            "the chunks stand in the order of their arrival, the own one last": whole(lambda k: shards[(right + k) % n]),
+            "what arrived was put one place too far to the left": whole(lambda k: shards[rank if k == rank else (k + 1) % n]),
+            "the rank's own chunk is missing: copy the shard to its place": whole(lambda k: nothing if k == rank else shards[k]),
+            "nothing that arrived is in it: was it read before wait, or never stored?": whole(
+                lambda k: shards[k] if k == rank else nothing
+            ),
+            "the neighbour sent its own chunk in every step: from step 1 on, pass on what has arrived": whole(
+                lambda k: shards[rank if k == rank else right]
+            ),
+            "the own chunk alone is returned": shards[rank],
+        },
+    )
+
+
+# --- 4. all-reduce ---------------------------------------------------------------------------------
+
+
+@exercise(
+    "collectives.all_reduce",
+    call="all_reduce(x)",
+    points=2,
+    hints=[
+        "Your two halves want a flat tensor that N divides. x is neither. What could stand at the end of it that changes no sum?",
+        "x.new_zeros(padded) has x's dtype and device; x.flatten() is flat. Invariant: every rank pads to the same number, "
+        "the next multiple of world_size. x.copy_(…) writes into the caller's tensor, `x = …` does not.",
+        "padded = the smallest multiple of world_size that is at least x.numel(). Fill the first x.numel() of x.new_zeros(padded) with x.flatten(); reduce-scatter it, "
+        "all-gather the chunk, cut to x.numel(), view as x.shape, and copy into x.",
+    ],
+)
+def all_reduce(answer, expect):
+    """x itself on 2 and 3 ranks: 4, 7 and 2 elements, a matrix in float64; 2(N − 1) sends of one padded chunk, to the left"""
+    cases = (
+        (2, (4,), torch.float32),
+        (3, (7,), torch.float32),
+        (3, (2,), torch.float32),
+        (3, (2, 2), torch.float64),
+    )
+    for world_size, shape, dtype in cases:
+        name = str(dtype).removeprefix("torch.")
+        expect.case(world_size=world_size, shape=shape, dtype=dtype)
+        make = partial(_digits, shape=shape, dtype=dtype)
+        causes = _causes(world_size) | _PADDING
+        outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=causes)
+        inputs = [make(rank) for rank in range(world_size)]
+        numel = inputs[0].numel()
+        sizes = [-(-numel // world_size)] * (2 * (world_size - 1))
+        for outcome in outcomes:
+            sent = sorted({op.dtype for op in outcome.ops})
+            expect.that(
+                sent in ([], [name]),
+                rule="what travels has the dtype of x",
+                expected=name,
+                got=", ".join(sent),
+                so="values lose digits on the way",
+                cause="torch.zeros and torch.empty make float32: x.new_zeros takes the dtype of x",
+            )
+        _judge(expect, outcomes, sizes, numel, lambda o, i=inputs: _check_sum(expect, o, i))
+
+
+_PADDING = {
+    "list index out of range": "there are fewer chunks than ranks: x.chunk(n) gives n of them only where n divides the elements, so pad x first",
+    "tuple index out of range": "there are fewer chunks than ranks: x.chunk(n) gives n of them only where n divides the elements, so pad x first",
+    "must match the size of tensor": "the padding is still there: cut the result to x.numel()",
+    "output with shape": "the padding is still there: cut the result to x.numel()",
+    "is invalid for input of size": "the padding is still there: cut the result to x.numel()",
+    "died": "two ranks disagree on the size of a chunk: x.chunk(n) cuts unequal pieces unless n divides the elements, so pad x first",
+}
+
+
+def _check_sum(expect, outcome: Outcome, inputs: list[Tensor]) -> None:
+    n, own = len(inputs), inputs[outcome.rank]
+    total, numel = sum(inputs), own.numel()
+    in_chunks = numel // n * n
+    cut = torch.cat([total.flatten()[:in_chunks], own.flatten()[in_chunks:]]).reshape(own.shape)
+    returned = outcome.value["returned"]
+    in_result = isinstance(returned, Tensor) and returned.shape == total.shape and torch.equal(returned, total)
+    unchanged = "x still holds this rank's own values: write the sum into it with x.copy_(…); `x = …` only renames"
+    if in_result:
+        unchanged = "the sum is returned, and x is as it was: write it into x with x.copy_(…)"
+    expect.equal(
+        outcome.value["x"],
+        total,
+        of=f"x on rank {outcome.rank}",
+        rule="x itself becomes the sum over all ranks",
+        mistakes={
+            unchanged: own,
+            f"the last {numel - in_chunks} elements were left out: numel // world_size drops the remainder, so pad x first": cut,
+            "divided by world_size: the sum is asked for, not the mean": total / n,
+        },
+    )
+
+
+# --- 5. say the number -----------------------------------------------------------------------------
+
+
+@number(
+    "collectives.number",
+    hints=[
+        "How many trips does a piece of gradient make through the ring, and what share of the tensor does a rank send on each?",
+        "Bytes of the gradients = parameters × bytes each (2 in fp16 and bf16, 4 in fp32). A rank sends (N − 1)/N of them on each of two trips. Time = bytes / bandwidth.",
+        "2 × (N − 1)/N × parameters × bytes each, divided by the bytes per second that a rank can send, times 1000 for milliseconds.",
+    ],
+)
+def all_reduce_time(rng):
+    """the least time of a ring all-reduce, in ms"""
+    billions, n = rng.choice([0.5, 1, 3, 7, 13]), rng.choice([4, 8, 16, 64])
+    dtype, itemsize = rng.choice([("fp16", 2), ("bf16", 2), ("fp32", 4)])
+    bandwidth = rng.choice([12.5, 25, 50, 100])
+    gigabytes = billions * itemsize
+    sent = 2 * gigabytes * (n - 1) / n
+    ms = sent / bandwidth * 1000
+    half = "one of the two trips is missing: a reduce-scatter and an all-gather"
+    if itemsize == 4:
+        half += " (or the bytes of a 16-bit gradient were taken)"
+    mistakes = {
+        half: ms / 2,
+        "a rank does not send its own chunk: each trip sends (N − 1)/N of the tensor": 2 * gigabytes / bandwidth * 1000,
+        "one trip is missing, and a rank does not send its own chunk: each trip sends (N − 1)/N": gigabytes / bandwidth * 1000,
+        "(N − 1) times the gradient is what the naive ways send: in a ring a rank sends N − 1 chunks, not N − 1 tensors": (
+            gigabytes * (n - 1) / bandwidth * 1000
+        ),
+        "in a ring a rank sends 2(N − 1) chunks, not 2(N − 1) tensors": 2 * gigabytes * (n - 1) / bandwidth * 1000,
+        f"elements were counted instead of bytes: {dtype} has {itemsize} bytes": ms / itemsize,
+        f"that is twice too much: {dtype} has {itemsize} bytes, and there are two trips": ms * 2,
+        "that is in seconds": ms / 1000,
+        "GB/s are bytes, not bits": ms * 8,
+    }
+    return Question(
+        text=f"{billions:g} B parameters, gradients in {dtype}, {n} ranks, each can send {bandwidth:g} GB/s: "
+        "how many ms does a ring all-reduce of all gradients take at least?",
+        answer=ms,
+        unit="ms",
+        working=[
+            f"gradients    {itemsize} bytes × {billions:g} B = {gigabytes:g} GB",
+            f"each trip    {n - 1}/{n} × {gigabytes:g} GB = {sent / 2:.4g} GB sent by a rank",
+            f"two trips    {sent:.4g} GB",
+            f"time         {sent:.4g} GB / {bandwidth:g} GB/s × 1000",
+        ],
+        mistakes=mistakes,
+    )
+
+
+# --- 6. find the bug -------------------------------------------------------------------------------
+
+
+@bug(
+    "collectives.find_the_bug",
+    call="average(x)",
+    points=2,
+    options={
+        "a": "the run never ends: a rank waits for a chunk that nobody sends",
+        "b": "each rank sends more than 2P(N − 1)/N elements",
+        "c": "the three ranks hold different numbers",
+        "d": "the three ranks hold the same numbers, and in each element one rank's contribution is missing",
+        "e": "the numbers are right in one run and wrong in another",
+    },
+    observed="d",
+    why={
+        "a": "in each step a rank sends one chunk to the right and receives one from the left, and the chunk numbers of both ends agree",
+        "b": "count the sends: N − 1 in the first loop and N − 1 in the second, each of P/N elements",
+        "c": "right or wrong, chunk r is made on rank r, and the second loop brings that chunk to all others unchanged",
+        "e": "each receive is complete before its buffer is read, and each send before the next step: nothing depends on timing",
+    },
+    hints=[
+        "Follow one chunk on three ranks. What did the rank that sends it add to it before, and is that in what it sends?",
+        "Two tensors: x as it came, and total, where sums grow. A chunk's second hop must carry the sum of two ranks. On two ranks there is no second hop.",
+        "The first loop sends chunks of x, which nobody adds to. Send the chunk of total instead: it is not written while it is on its way, since that step adds to another chunk.",
+    ],
+)
+def find_the_bug(mended, expect):
+    """what one would measure; then the mean on 2 and 3 ranks, and 2(N − 1) sends of one chunk"""
+    for world_size, numel in ((2, 2), (3, 3)):
+        expect.case(world_size=world_size, numel=numel)
+        make = partial(_threes, numel=numel)
+        outcomes = expect.run(_call_on_wire, world_size, mended, make, causes=_RIGHT_TURNING)
+        inputs = [make(rank) for rank in range(world_size)]
+        sizes = [numel // world_size] * (2 * (world_size - 1))
+        for outcome in outcomes:
+            _check_calls(expect, outcome, sizes)
+        for outcome in outcomes:
+            _check_mean(expect, outcome, inputs)
+        for outcome in outcomes:
+            sent = [m.numel for m in _split(outcome)[0]]
+            expect.that(
+                sent == sizes,
+                rule="the mended ring sends no more than before",
+                expected=f"rank {outcome.rank} sends {_count(sizes)} elements",
+                got=_count(sent),
+                cause="the right numbers, at the price of more traffic: which of the two tensors is sent in the first loop?",
+            )
+
+
+_RIGHT_TURNING = {
+    "deadlock": "the two ends no longer agree: in each step a rank sends to the right and receives from the left, one chunk each",
+    "index out of range": "a chunk number runs past the last chunk: take it modulo n",
+}
+
+
+def _threes(rank: int, numel: int) -> Tensor:
+    """3 and 3, 30 and 30, 300 and 300: divided by 3 each digit stays readable. On two ranks halves come out exact too."""
+    return torch.full((numel,), 3 * 10.0**rank)
+
+
+def _check_mean(expect, outcome: Outcome, inputs: list[Tensor]) -> None:
+    n = len(inputs)
+    total = sum(inputs)
+    one_short = total.clone()
+    for k, chunk in enumerate(one_short.chunk(n)):
+        chunk.sub_(inputs[(k + 1) % n].chunk(n)[k] * (n > 2))
+    expect.equal(
+        outcome.value["x"],
+        total / n,
+        of=f"x on rank {outcome.rank}",
+        rule="x becomes the mean over all ranks",
+        mistakes={
+            "a rank's contribution is still missing: a chunk's second hop must carry the sum of two ranks": one_short / n,
+            "the sum is no longer divided by world_size": total,
+            "x is as it came": inputs[outcome.rank],
+        },
+    )

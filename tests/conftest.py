@@ -1,0 +1,59 @@
+"""Warm ranks that all tests share, and a look at the end: have they left a process behind?"""
+
+import gc
+import os
+
+import psutil
+import pytest
+
+import minizero as mz
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left():
+    """When all pools are closed, at the end of the session, no process of ours may be alive."""
+    yield
+    for pool in [each for each in gc.get_objects() if type(each) is mz.Ranks]:
+        pool.close()
+    left = children()
+    for process in left:
+        process.kill()
+    assert not left, f"left behind: {[process.cmdline() for process in left]}"
+
+
+@pytest.fixture(scope="session")
+def ranks(no_process_left):
+    """ranks(world_size): one warm pool for each size, on the CPU. After a failure the next run starts it anew."""
+    pools = {}
+
+    def warm(world_size):
+        if world_size not in pools:
+            pools[world_size] = mz.Ranks(world_size, device="cpu")
+        return pools[world_size]
+
+    yield warm
+    for pool in pools.values():
+        pool.close()
+
+
+def children(pid=None):
+    """The living processes that a process has started, and they in turn; without Python's own resource tracker."""
+    try:
+        started = psutil.Process(pid or os.getpid()).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [process for process in started if not _is_over(process) and "resource_tracker" not in _command(process)]
+
+
+def _is_over(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""

@@ -1,0 +1,183 @@
+"""Claim 4: which bytes a rank holds, by kind, to the byte; what it needs above that; and that nothing is left behind."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from models import Awkward, ConvNet, build, loss_of, mlp, rows, share
+from torch import Tensor
+
+import minizero as mz
+
+ENGINES = {mz.DDP: 0}  # each step of the course joins here, with its stage
+FLOAT = 4  # bytes
+
+pytestmark = pytest.mark.parametrize("engine_type", ENGINES, ids=lambda engine: engine.__name__)
+
+
+def sizes(engine) -> list[int]:
+    """Padded elements of each bucket."""
+    return [bucket.grad_P.numel() for bucket in engine.buckets]
+
+
+def numel(model, trainable=False) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+
+
+def gained(m, kind: str) -> int:
+    """Bytes of a kind now, less those at entry."""
+    curve = m.curve()[1][kind]
+    return int(curve[-1] - curve[0])
+
+
+def extra_peak(m, kind: str) -> int:
+    """The most bytes of a kind at any time, less those at entry."""
+    curve = m.curve()[1][kind]
+    return int(curve.max() - curve[0])
+
+
+def states(rank, world_size, engine_type, make, bucket_mb):
+    with mz.record_memory() as m:
+        model = make()
+        engine = engine_type(model, torch.optim.Adam(model.parameters(), lr=1e-3), bucket_mb=bucket_mb)
+        for step in range(3):
+            engine.backward(loss_of(engine, share(rows(model, step, 12), rank, world_size)))
+            after_backward = {kind: gained(m, kind) for kind in m.now}
+            engine.step()
+    pieces = sum(p.requires_grad for p in model.parameters())
+    return after_backward, (numel(model), numel(model, trainable=True), sum(sizes(engine)), pieces)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_mb", [25, 1e-3])
+def test_weights_gradients_and_adam_cost_4_4_and_8_bytes_a_parameter_and_a_step_count_each(ranks, engine_type, bucket_mb, world_size):
+    """Everything is a multiple of 32 ranks here, so nothing is padding: theory to the byte, and 4 for each parameter's step count."""
+    for held, (psi, _, P, pieces) in ranks(world_size).run(states, world_size, engine_type, lambda: mlp(96, 96, 96), bucket_mb):
+        expected = mz.theory.memory(ENGINES[engine_type], psi, world_size, precision="fp32")
+        assert P == psi
+        assert held["params"] == expected["params"] == 4 * psi
+        assert held["grads"] == expected["grads"] == 4 * psi
+        assert held["optimizer"] == expected["optimizer"] + 4 * pieces == 8 * psi + 4 * pieces
+        assert held["comm"] == held["host"] == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_padding_costs_gradients_only_and_frozen_parameters_no_gradient_and_no_adam(ranks, engine_type, world_size):
+    for held, (psi, trainable, P, pieces) in ranks(world_size).run(states, world_size, engine_type, Awkward, 1e-4):
+        used = trainable - 9  # Adam makes no state for what never had a gradient: a Linear(2, 3) of two parameters
+        assert held["params"] == 4 * psi
+        assert held["grads"] == 4 * P
+        assert held["optimizer"] == 8 * used + 4 * (pieces - 2)
+        assert held["comm"] == 0
+
+
+def peaks(rank, world_size, engine_type, bucket_mb):
+    model = mlp(64, 96, 96, 96, 32)
+    engine = engine_type(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=bucket_mb)
+    x = share(rows(model, 0, 12), rank, world_size)
+    engine.backward(loss_of(engine, x))
+    engine.step()
+    with mz.record_memory() as m:
+        engine.backward(loss_of(engine, x))
+        engine.sync_gradients()
+        held = gained(m, "grads")
+    return extra_peak(m, "comm"), extra_peak(m, "grads"), held, sizes(engine), max(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_above_the_states_it_needs_one_gradient_and_the_receive_buffers_of_two_buckets(ranks, engine_type, world_size):
+    for bucket_mb in (1e-9, 0.04, 25):
+        for comm, grads, held, buckets, largest in ranks(world_size).run(peaks, world_size, engine_type, bucket_mb):
+            two = sum(sorted(buckets)[-2:])
+            assert 0 < comm <= FLOAT * two + 64  # and what the ranks agree on
+            assert grads <= FLOAT * largest
+            assert held == 0
+
+
+def test_a_single_rank_needs_no_buffer_to_communicate(ranks, engine_type):
+    assert ranks(1).run(peaks, 1, engine_type, 0.04)[0][0] == 0
+
+
+def accumulating(rank, engine_type):
+    model = mlp(64, 64, 64)
+    engine = engine_type(model, bucket_mb=0.02)
+    with mz.record_memory() as m:
+        for _ in range(3):
+            with engine.no_sync():
+                engine.backward(loss_of(engine, rows(model, 0, 4)))
+        return gained(m, "grads")
+
+
+def test_accumulation_in_no_sync_needs_no_second_copy_of_the_gradients(ranks, engine_type):
+    assert ranks(2).run(accumulating, engine_type) == [0, 0]
+
+
+# --- nothing is left behind ----------------------------------------------------------------------------
+
+
+def live_elements() -> int:
+    gc.collect()
+    return sum(x.numel() for x in gc.get_objects() if issubclass(type(x), Tensor))
+
+
+def train_long(rank, engine_type, name):
+    model = ConvNet() if name == "batchnorm" else build(name)
+    engine = engine_type(model, torch.optim.Adam(model.parameters()), bucket_mb=1e-4, clip_norm=1.0)
+    live = []
+    for step in range(10):
+        with engine.no_sync():
+            engine.backward(loss_of(engine, rows(model, step, 4)))
+        engine.backward(loss_of(engine, rows(model, step, 4)))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            engine(rows(model, step, 4))
+        engine.train()
+        live.append(live_elements())
+    return live
+
+
+@pytest.mark.parametrize("name", ["awkward", "batchnorm", "checkpointed reentrant"])
+def test_live_tensors_do_not_grow_from_step_to_step(ranks, engine_type, name):
+    for live in ranks(2).run(train_long, engine_type, name):
+        assert len(set(live[2:])) == 1
+
+
+def let_go(rank, engine_type, model_first):
+    model = Awkward()
+    engine = engine_type(model, torch.optim.Adam(model.parameters()), bucket_mb=1e-4)
+    for _ in range(2):
+        engine.backward(loss_of(engine, rows(model, 0, 4)))
+        engine.step()
+    alive = {"engine": weakref.ref(engine), "model": weakref.ref(model), "bucket": weakref.ref(engine.buckets[0].grad_P)}
+    parameter, hooks_before = model.first.weight, len(model.first.weight._post_accumulate_grad_hooks)
+    if model_first:
+        del model
+    del engine
+    if not model_first:
+        loss_of(model, rows(model, 0, 4)).backward()  # an engine that is gone reduces no more
+        del model
+    gc.collect()
+    return {what: ref() is not None for what, ref in alive.items()}, hooks_before, len(parameter._post_accumulate_grad_hooks)
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+def test_an_engine_that_is_deleted_is_gone_with_its_buckets_and_hooks(ranks, engine_type, model_first):
+    gone = {"engine": False, "model": False, "bucket": False}
+    assert ranks(2).run(let_go, engine_type, model_first) == [(gone, 1, 0)] * 2
+
+
+def wrapped_twice_in_a_row(rank, engine_type):
+    model = build("awkward")
+    for _ in range(2):
+        engine = engine_type(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with mz.record_traffic() as traffic:
+            engine.backward(loss_of(engine, rows(model, 0, 4)))
+        del engine
+        sent = [op.unit for op in traffic.ops if op.op == "reduce_scatter"]
+    return sent
+
+
+def test_a_model_may_be_wrapped_again_when_its_engine_is_gone(ranks, engine_type):
+    assert ranks(2).run(wrapped_twice_in_a_row, engine_type) == [["bucket 0"]] * 2

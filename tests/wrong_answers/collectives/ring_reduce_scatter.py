@@ -1,0 +1,96 @@
+"""Wrong answers to collectives.ring_reduce_scatter."""
+
+import torch
+import torch.distributed as dist
+from wrong_answers import wrong
+
+
+def exchange(send, receive):
+    """Sends to the left, receives from the right, waits for both."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    works = dist.isend(send, (rank - 1) % n), dist.irecv(receive, (rank + 1) % n)
+    for work in works:
+        work.wait()
+
+
+@wrong("all_reduce does for you")
+def the_whole_sum(x):
+    """Right numbers, from the call that is to be built, and twice the traffic."""
+    dist.all_reduce(x)
+    return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+@wrong("whole tensors of 2 elements travel")
+def whole_tensors(x):
+    """Gathers everybody's tensor on every rank and adds: right numbers, N times the traffic."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    total, passing = x.clone(), x.clone()
+    for _ in range(n - 1):
+        arriving = torch.empty_like(x)
+        exchange(passing, arriving)
+        total += arriving
+        passing = arriving
+    return total.chunk(n)[rank]
+
+
+@wrong("must pass on its sum so far")
+def sends_originals(x):
+    """Adds in a copy and goes on sending the original chunks: right on two ranks, where a chunk makes one hop."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks, sums = x.chunk(n), x.clone().chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        exchange(chunks[(rank + step + 1) % n], arriving)
+        sums[(rank + step + 2) % n].add_(arriving)
+    return sums[rank]
+
+
+@wrong("has replaced the rank's own values")
+def receives_in_place(x):
+    """Receives straight into the chunk: its own values are gone."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    for step in range(n - 1):
+        exchange(chunks[(rank + step + 1) % n], chunks[(rank + step + 2) % n])
+    return chunks[rank]
+
+
+@wrong("call its wait()")
+def never_waits(x):
+    """Takes isend and irecv for send and recv."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    for step in range(n - 1):
+        arriving = torch.zeros_like(chunks[0])
+        dist.isend(chunks[(rank + step + 1) % n], (rank - 1) % n)
+        dist.irecv(arriving, (rank + 1) % n)
+        chunks[(rank + step + 2) % n].add_(arriving)
+    return chunks[rank]
+
+
+@wrong("start both with isend and irecv")
+def all_receive_first(x):
+    """Every rank listens before it speaks."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        dist.recv(arriving, (rank + 1) % n)
+        dist.send(chunks[(rank + step + 1) % n], (rank - 1) % n)
+        chunks[(rank + step + 2) % n].add_(arriving)
+    return chunks[rank]
+
+
+@wrong("it is no ring")
+def direct(x):
+    """Sends each chunk straight to its owner: as many bytes, but each rank talks to all others."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    total = chunks[rank].clone()
+    for distance in range(1, n):
+        works = dist.isend(chunks[(rank + distance) % n], (rank + distance) % n), dist.irecv(arriving, (rank - distance) % n)
+        for work in works:
+            work.wait()
+        total += arriving
+    return total
