@@ -10,9 +10,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from rich.console import Console
 from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
 
 import minizero as mz
 from minizero import data

@@ -1,0 +1,960 @@
+"""The checks of exercises/01_ddp.ipynb.
+
+Gradients that a check makes up are 10^rank times (1, 2, 3, …), so that the digits of a sum say whose values are in it. Those of
+a real backward are compared with the ranks' own local gradients, taken before the answer's hooks are there.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import minizero as mz
+from minizero.course import Finding, Question, bug, exercise, number
+from minizero.course.expect import Expect, Outcome, show
+
+# --- 1. everyone starts as rank 0 -------------------------------------------------------------------
+
+
+class _Start(nn.Module):
+    """A model of whatever a broadcast may forget. `parts` says what it has."""
+
+    def __init__(self, parts: Sequence[str], rank: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+        if "frozen" in parts:
+            self.frozen = nn.Parameter(torch.tensor([[3.0], [4.0], [5.0]]), requires_grad=False)
+        if "buffers" in parts:
+            self.register_buffer("running_mean", torch.tensor([6.0, 7.0]))
+            self.register_buffer("batches", torch.tensor(8))
+        if "not saved" in parts:
+            self.register_buffer("mask", torch.tensor([9.0]), persistent=False)
+        if "tied" in parts:
+            self.head = nn.Module()
+            self.head.weight = self.weight
+        for tensor in self.tensors().values():
+            tensor.data *= 10**rank
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+
+_FORGOTTEN = {
+    "weight": "nothing arrives on this rank: is a copy broadcast, or never written back?",
+    "frozen": "only trainable parameters are broadcast: a frozen one has no gradient either, and differs for ever",
+    "running_mean": "model.parameters() has no buffers in it: model.buffers() has",
+    "batches": "a buffer may hold whole numbers: broadcast it as it is",
+    "mask": "state_dict() leaves this buffer out (persistent=False): model.buffers() has it",
+}
+
+
+@exercise(
+    "ddp.broadcast",
+    call="broadcast(model)",
+    hints=[
+        "Which tensors of a model influence what it computes? Which of them would no gradient ever bring together?",
+        "model.parameters() has the frozen ones in it, and a tied one once. model.buffers() has what BatchNorm counts. "
+        "dist.broadcast(tensor, src=0) overwrites the tensor on every rank but 0.",
+        "For each tensor in the parameters and then in the buffers: broadcast its .data from rank 0. Every rank does the same, without an if.",
+    ],
+)
+def broadcast(answer, expect):
+    """parameters, frozen ones too, and buffers on 2 and 3 ranks; the same tensors as before; at most one broadcast for each"""
+    parts: list[str] = []
+    for part in ("", "frozen", "buffers", "not saved", "tied"):
+        parts.append(part)
+        _everyone_starts_as_rank_0(answer, expect, 2, parts, f"a model with {part}" if part else "one parameter")
+    _everyone_starts_as_rank_0(answer, expect, 3, parts, "all of it")
+
+
+def _everyone_starts_as_rank_0(answer, expect: Expect, world_size: int, parts: list[str], text: str) -> None:
+    expect.case(text.replace("not saved", "a buffer that is not saved").replace("tied", "a tied weight"), world_size=world_size)
+    causes = {
+        "src=": "the source is rank 0, and every rank has to say so",
+        "different collectives": "every rank calls the same broadcasts in the same order",
+        "deadlock": "a broadcast is a call of all ranks, not of rank 0 alone: is it inside an `if`?",
+        "leaf variable": "autograd watches parameters: write to param.data, or under torch.no_grad()",
+    }
+    outcomes = expect.run(_started, world_size, answer, parts, causes=causes)
+    first = outcomes[0].value["before"]
+    starts = [outcome.value["before"] for outcome in outcomes]
+    for outcome in outcomes:
+        rank, value = outcome.rank, outcome.value
+        expect.equal(
+            value["replaced"], [], of=f"what was replaced on rank {rank}",
+            rule="the model keeps its tensors: only their values change",
+            so="an optimizer that was built before still holds the old ones",
+            mistakes={"a parameter is replaced by a new one, or frozen or unfrozen: overwrite its values instead": value["replaced"]},
+        )  # fmt: skip
+        for name, want in first.items():
+            others = [start[name] for start in starts]
+            expect.equal(
+                value["after"][name], want, of=f"rank {rank}'s {name}",
+                rule="rank 0 keeps its values" if rank == 0 else "every rank starts with rank 0's values",
+                so="rank 0 is the one that the others follow" if rank == 0 else "the ranks train different models, and no gradient will show it",
+                mistakes=_other_starts(name, rank, want, others),
+            )  # fmt: skip
+    for outcome in outcomes:
+        others = sorted(set(outcome.count) - {"broadcast"})
+        expect.that(
+            not others, "broadcasts are enough", "nothing but broadcasts", ", ".join(others),
+            cause="ranks that only listen need not send: an all_reduce or all_gather costs more and changes nothing",
+        )  # fmt: skip
+        count, tensors = outcome.count.get("broadcast", 0), len(first)
+        expect.that(
+            count <= tensors, "one broadcast for each tensor is enough", f"at most {tensors} broadcasts", count,
+            cause="a tied weight is sent under both of its names" if "tied" in parts else "a tensor is sent more than once",
+        )  # fmt: skip
+
+
+def _other_starts(name: str, rank: int, want: Tensor, starts: list[Tensor]) -> dict[str, Tensor]:
+    last = len(starts) - 1
+    total = torch.stack(starts).sum(0)
+    mistakes = {
+        f"rank {last} is the source: it has to be rank 0": starts[last],
+        "the ranks' values are averaged: rank 0's are to be taken as they are": (total / len(starts)).to(want.dtype),
+        "the ranks' values are summed: rank 0's are to be taken as they are": total,
+    }
+    return {_FORGOTTEN[name]: starts[rank], **mistakes} if rank else mistakes
+
+
+def _started(rank, answer, parts):
+    model = _Start(parts, rank)
+    tensors = model.tensors()
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    trainable = {name: tensor.requires_grad for name, tensor in tensors.items()}
+    answer(model)
+    now = model.tensors()
+    replaced = [name for name in tensors if now.get(name) is not tensors[name] or now[name].requires_grad != trainable[name]]
+    return {"before": before, "after": now, "replaced": replaced}
+
+
+# --- gradients that are made up, and what may have become of them ------------------------------------
+
+
+def _numbers(shapes: Sequence[tuple], rank: int) -> list[Tensor]:
+    """Tensors of these shapes, filled with 10^rank times 1, 2, 3, …"""
+    start, tensors = 1, []
+    for shape in shapes:
+        numel = torch.Size(shape).numel()
+        tensors.append(torch.arange(start, start + numel).float().view(shape) * 10**rank)
+        start += numel
+    return tensors
+
+
+def _parameters(shapes: Sequence[tuple], frozen: Sequence[int] = ()) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full(shape, i + 0.5), requires_grad=i not in frozen) for i, shape in enumerate(shapes)]
+
+
+def _check_means(
+    expect: Expect, outcome: Outcome, got: list, local: list[list], names: Sequence[str], extra: Sequence[dict] = ()
+) -> None:
+    """Each of this rank's gradients is the mean over the ranks. `local`: what each rank had, None for nothing."""
+    world_size, rank = len(local), outcome.rank
+    for i, name in enumerate(names):
+        own = [grads[i] for grads in local]
+        have = [grad for grad in own if grad is not None]
+        if not have:
+            continue
+        total = torch.stack(have).sum(0)
+        nothing = torch.zeros_like(total)
+        mine = nothing if own[rank] is None else own[rank]
+        if got[i] is None:
+            raise Finding(
+                "a rank without a gradient gets the mean too", f"rank {rank}'s gradient of {name} is {show(total / world_size)}",
+                "None", "the optimizer skips this parameter on this rank alone, and the ranks drift apart",
+                "the mean is not put into .grad where there was none before",
+            )  # fmt: skip
+        mistakes = dict(extra[i]) if extra else {}
+        mistakes |= {
+            "the sum over the ranks is not divided by world_size": total,
+            "it is divided twice by world_size": total / world_size**2,
+            "it is divided by 2, whatever world_size is": total / 2,
+            "the gradient is what this rank had before: the mean is not written back, or this one was not reduced": mine,
+            "this rank's own gradient is divided, and nothing of the others arrives": mine / world_size,
+            "it is divided by the number of ranks that had a gradient: one without counts as zeros": total / len(have),
+        }
+        expect.equal(
+            got[i], total / world_size, of=f"rank {rank}'s gradient of {name}",
+            rule="after it, every rank holds the mean of the ranks' gradients",
+            so="the step is not the one that a single process would take", mistakes=mistakes,
+        )  # fmt: skip
+
+
+# --- 2. naive averaging ------------------------------------------------------------------------------
+
+_SKIPPED = "a rank without a gradient sends nothing, and the others wait for it: let it send zeros"
+_AVERAGE_CAUSES = {
+    "different collectives": _SKIPPED,
+    "deadlock": _SKIPPED,
+    "NoneType": "param.grad is None where the parameter is frozen, or was not used on this rank",
+}
+
+
+@exercise(
+    "ddp.average",
+    call="average_gradients(model)",
+    hints=[
+        "What would one process have in .grad, if it had seen all ranks' rows? And what does a rank contribute that did not use a parameter at all?",
+        "dist.all_reduce(tensor) leaves the sum in the tensor, on all ranks, and is a call that every rank has to make. Frozen parameters "
+        "(requires_grad False) have no gradient on any rank; others may have .grad None on some.",
+        "For each parameter with requires_grad: if .grad is None, make it zeros; all_reduce .grad; divide .grad by the world size.",
+    ],
+)
+def average(answer, expect):
+    """the mean on 2 and 3 ranks, parameters that are frozen or unused on a rank; one all_reduce each; 3 SGD steps against one process"""
+    for world_size in (2, 3):
+        expect.case("one parameter", world_size=world_size)
+        _averaged(answer, expect, world_size, [(2,)])
+    expect.case("the parameter '0' is frozen", world_size=2)
+    _averaged(answer, expect, 2, [(1,), (2,)], frozen=(0,))
+    expect.case("rank 1 has no gradient for the parameter '1'", world_size=2)
+    _averaged(answer, expect, 2, [(2,), (3,), ()], missing={1: (1,)})
+    for world_size in (2, 3):
+        _check_three_steps(expect, world_size, lambda model: partial(answer, model), _AVERAGE_CAUSES)
+
+
+def _averaged(answer, expect: Expect, world_size: int, shapes: list[tuple], frozen=(), missing=None) -> None:
+    outcomes = expect.run(_with_gradients, world_size, answer, shapes, frozen, missing or {}, causes=_AVERAGE_CAUSES)
+    local = [outcome.value["local"] for outcome in outcomes]
+    trainable = [i for i in range(len(shapes)) if i not in frozen]
+    for outcome in outcomes:
+        expect.that(
+            not outcome.value["moved"], "only gradients are averaged: the weights stay as they are",
+            got=f"on rank {outcome.rank} the parameter {outcome.value['moved'][:1]} has other values than before",
+            cause="the parameter itself is averaged, not its .grad",
+        )  # fmt: skip
+        _check_means(expect, outcome, outcome.value["grads"], local, [f"'{i}'" for i in range(len(shapes))])
+        expect.that(
+            all(outcome.value["grads"][i] is None for i in frozen), "a frozen parameter has no gradient",
+            ".grad is None", "zeros or a mean", "a frozen weight costs memory and bytes, and weight decay may move it",
+            "every parameter is given a gradient, also where requires_grad is False",
+        )  # fmt: skip
+        sent = [op.numel for op in outcome.ops]
+        expect.that(
+            set(outcome.count) == {"all_reduce"} and sorted(sent) == sorted(torch.Size(shapes[i]).numel() for i in trainable),
+            "one all_reduce for each trainable parameter, of its gradient's elements",
+            f"all_reduces of {[torch.Size(shapes[i]).numel() for i in trainable]} elements",
+            f"{show(outcome.count)}, of {sent} elements",
+            cause="frozen parameters are reduced too" if len(sent) > len(trainable) and frozen else "",
+        )  # fmt: skip
+
+
+class _Row(nn.Module):
+    """A model of parameters in a row, named "0", "1", …"""
+
+    def __init__(self, params: list[nn.Parameter]):
+        super().__init__()
+        for i, param in enumerate(params):
+            self.register_parameter(str(i), param)
+
+
+def _with_gradients(rank, answer, shapes, frozen, missing):
+    params = _parameters(shapes, frozen)
+    start = [param.detach().clone() for param in params]
+    for i, (param, grad) in enumerate(zip(params, _numbers(shapes, rank), strict=True)):
+        if i not in frozen and i not in missing.get(rank, ()):
+            param.grad = grad
+    local = [None if param.grad is None else param.grad.clone() for param in params]
+    answer(_Row(params))
+    moved = [str(i) for i, (param, before) in enumerate(zip(params, start, strict=True)) if not torch.equal(param, before)]
+    return {"local": local, "grads": [param.grad for param in params], "moved": moved}
+
+
+# --- a training run that one process can repeat --------------------------------------------------------
+
+_STEPS, _ROWS, _LR = 3, 2, 0.25  # rows: of each rank
+
+
+def _awkward_model() -> nn.Module:
+    """39 parameters in pieces of 15, 5 (frozen), 7 and so on: nothing divides evenly."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3, bias=False), nn.Tanh(), nn.Linear(3, 1))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def _batches(world_size: int, rank: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (x, y): the rows of one rank, or of all of them."""
+    generator = torch.Generator().manual_seed(world_size)
+    rows = world_size * _ROWS
+    whole = [(torch.randn(rows, 3, generator=generator), torch.randn(rows, 1, generator=generator)) for _ in range(_STEPS)]
+    return whole if rank is None else [(x[rank * _ROWS :][:_ROWS], y[rank * _ROWS :][:_ROWS]) for x, y in whole]
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def _train(batches: list[tuple[Tensor, Tensor]], averaging: Callable | None = None, lr: float = _LR) -> Tensor:
+    """Weights after SGD over the batches. `averaging(model)` returns what is called after each backward."""
+    model = _awkward_model()
+    average = averaging(model) if averaging else lambda: None
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    for x, y in batches:
+        F.mse_loss(model(x), y).backward()
+        average()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(model)
+
+
+def _three_steps(rank, averaging):
+    return _train(_batches(torch.distributed.get_world_size(), rank), averaging)
+
+
+def _check_three_steps(expect: Expect, world_size: int, averaging: Callable, causes: dict[str, str]) -> None:
+    expect.case(f"{_STEPS} steps of SGD", world_size=world_size)
+    for outcome in expect.run(_three_steps, world_size, averaging, causes=causes):
+        _check_weights(expect, outcome, world_size)
+
+
+def _check_weights(expect: Expect, outcome: Outcome, world_size: int, mistakes: dict[str, Tensor] | None = None) -> None:
+    expect.equal(
+        outcome.value, _reference(world_size), of=f"rank {outcome.rank}'s weights, in a row",
+        rule=f"after {_STEPS} steps the weights are those of one process on the whole batch", so="this is another training run",
+        mistakes=(mistakes or {}) | _trained_otherwise(world_size, outcome.rank),
+    )  # fmt: skip
+
+
+def _reference(world_size: int) -> Tensor:
+    return _train(_batches(world_size))
+
+
+def _trained_otherwise(world_size: int, rank: int) -> dict[str, Tensor]:
+    return {
+        "the ranks' gradients are summed, not averaged": _train(_batches(world_size), lr=_LR * world_size),
+        "the gradients are divided twice": _train(_batches(world_size), lr=_LR / world_size),
+        "each rank trains on its own rows: nothing is reduced": _train(_batches(world_size, rank)),
+    }
+
+
+# --- 3. which parameters share a bucket ---------------------------------------------------------------
+
+
+@exercise(
+    "ddp.partition",
+    call="partition(params, bucket_bytes)",
+    hints=[
+        "Which parameter's gradient does backward finish first? So which one should the first bucket begin with?",
+        "param.numel() * param.element_size() is a parameter's bytes (param.nbytes as well). A bucket closes before the parameter that would take it over the "
+        "limit; a parameter that is larger than the limit still needs a bucket.",
+        "Go through the trainable parameters in reverse. Begin a new bucket if there is none yet, or if the bytes in the last one plus this parameter's are more than "
+        "bucket_bytes. Then put the parameter into the last bucket.",
+    ],
+)
+def partition(answer, expect):
+    """reverse order; bytes, not elements; exact fits, oversized and frozen parameters; nothing lost, no bucket empty"""
+    fp32 = torch.float32
+    cases = [
+        ("", [1, 2, 3, 4], fp32, (), 20),
+        ("a parameter larger than a bucket", [2, 10, 2], fp32, (), 16),
+        ("only a parameter larger than a bucket", [10], fp32, (), 16),
+        ("2 bytes an element", [2, 4, 4, 6], torch.bfloat16, (), 16),
+        ("parameters 1 and 3 are frozen", [1, 2, 3, 4, 5], fp32, (1, 3), 20),
+        ("all parameters are frozen", [2, 3], fp32, (0, 1), 16),
+    ]
+    for text, sizes, dtype, frozen, bucket_bytes in cases:
+        expect.case(text, elements=sizes, bucket_bytes=bucket_bytes)
+        trainable = [i for i in range(len(sizes)) if i not in frozen]
+        itemsize = torch.empty((), dtype=dtype).element_size()
+        got = expect.call(_indices, answer, sizes, dtype, frozen, bucket_bytes)
+        want = _cut(trainable[::-1], sizes, bucket_bytes, itemsize)
+        forward = _cut(trainable, sizes, bucket_bytes, itemsize)
+        mistakes = {
+            "the parameters are taken in the order of registration: backward ends with the first of them": forward,
+            "the buckets are reversed, the parameters inside them are not": [bucket[::-1] for bucket in want],
+            "buckets are cut in the order of registration and then reversed: cut them in reverse": [b[::-1] for b in forward[::-1]],
+            "elements are counted, not bytes": _cut(trainable[::-1], sizes, bucket_bytes, 1),
+            "4 bytes an element are taken for granted: ask element_size()": _cut(trainable[::-1], sizes, bucket_bytes, 4),
+            "a frozen parameter is in a bucket: it has no gradient, so the bucket is never full": _cut(
+                list(range(len(sizes)))[::-1], sizes, bucket_bytes, itemsize
+            ),
+            "a bucket that is filled to the last byte is not over the limit yet": _cut(trainable[::-1], sizes, bucket_bytes - 1, itemsize),
+            "a bucket closes before the parameter that would overflow it, not after": _cut_late(trainable[::-1], sizes, bucket_bytes, itemsize),
+            "the last bucket is lost: it is still open when the loop ends": want[:-1],
+            "there is an empty bucket in front: close a bucket only if something is in it": [[], *want],
+            "an empty bucket is left at the end": [*want, []],
+        }
+        _same_buckets(got, want, {cause: wrong for cause, wrong in mistakes.items() if wrong != want})
+
+
+def _same_buckets(got: object, want: list[list[int]], mistakes: dict[str, list[list[int]]]) -> None:
+    if got == want:
+        return
+    if not isinstance(got, list):
+        raise Finding("the answer is a list of buckets, and a bucket a list of parameters", str(want), show(got))
+    cause = next((text for text, wrong in mistakes.items() if got == wrong), "")
+    members = [i for bucket in got for i in bucket]
+    if not cause and [] in got:
+        cause = "a bucket is empty: a parameter larger than the limit gets a bucket, but not an empty one before it"
+    if not cause and sorted(members) != sorted(i for bucket in want for i in bucket):
+        cause = "a parameter is in no bucket, or in two" if -1 not in members else "the buckets hold the parameters themselves, not copies of them"
+    raise Finding(
+        "reverse order, and a bucket closes before the parameter that would overflow it",
+        f"{want}, by the parameters' places", f"{got}", cause=cause,
+    )  # fmt: skip
+
+
+def _cut(order: list[int], sizes: list[int], bucket_bytes: int, itemsize: int) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    for i in order:
+        if not buckets or (sum(sizes[j] for j in buckets[-1]) + sizes[i]) * itemsize > bucket_bytes:
+            buckets.append([])
+        buckets[-1].append(i)
+    return buckets
+
+
+def _cut_late(order: list[int], sizes: list[int], bucket_bytes: int, itemsize: int) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    for i in order:
+        if not buckets or sum(sizes[j] for j in buckets[-1]) * itemsize >= bucket_bytes:
+            buckets.append([])
+        buckets[-1].append(i)
+    return buckets
+
+
+def _indices(answer, sizes, dtype, frozen, bucket_bytes):
+    params = [nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=i not in frozen) for i, size in enumerate(sizes)]
+    buckets = answer(params, bucket_bytes)
+    place = {id(param): i for i, param in enumerate(params)}
+    if not isinstance(buckets, (list, tuple)) or not all(isinstance(bucket, (list, tuple)) for bucket in buckets):
+        return buckets if buckets is None else f"{type(buckets).__name__}: {buckets!r:.60}"
+    return [[place.get(id(param), -1) for param in bucket] for bucket in buckets]
+
+
+# --- 4. one collective for each bucket ----------------------------------------------------------------
+
+
+@exercise(
+    "ddp.buckets",
+    call="average_in_buckets(buckets)",
+    points=2,
+    hints=[
+        "An all_reduce takes one tensor. How do gradients of different shapes become one, and how do they find their way back?",
+        "torch.cat of flattened tensors; Tensor.split with a list of numels; view_as and copy_. flatten() also takes a gradient that is not contiguous, "
+        "view(-1) does not. Every rank has to send the same number of elements.",
+        "For each bucket: give every parameter without a gradient zeros; concatenate the flattened gradients; all_reduce; divide by the world size; split by the "
+        "parameters' numels and copy each piece, viewed in its shape, into its gradient.",
+    ],
+)
+def buckets(answer, expect):
+    """the mean on 2 and 3 ranks, awkward shapes, gradients missing on a rank or not contiguous; one all_reduce a bucket, in order"""
+    expect.case("one bucket", shapes=[(2,), (3,)], world_size=2)
+    _reduced(answer, expect, 2, [(2,), (3,)], [[1, 0]])
+    expect.case("two buckets", shapes=[(2, 2), (1,), (), (3, 1)], world_size=3)
+    _reduced(answer, expect, 3, [(2, 2), (1,), (), (3, 1)], [[3, 2], [1, 0]])
+    expect.case("rank 1 has no gradient for parameter 1", shapes=[(2,), (3,)], world_size=2)
+    _reduced(answer, expect, 2, [(2,), (3,)], [[1, 0]], missing={1: (1,)})
+    expect.case("the gradient of parameter 0 is transposed, so not contiguous", shapes=[(2, 3), (2,)], world_size=2)
+    _reduced(answer, expect, 2, [(2, 3), (2,)], [[1, 0]], transposed=(0,))
+
+
+def _reduced(answer, expect: Expect, world_size: int, shapes, buckets, missing=None, transposed=()) -> None:
+    causes = {
+        "view size is not compatible": "a gradient need not be contiguous: flatten() or reshape(-1) copies where it must, view(-1) refuses",
+        "NoneType": "param.grad is None where the parameter was not used on this rank: it counts as zeros",
+        "different collectives": "a rank without a gradient leaves it out of its message, which is then shorter than the others'",
+        "deadlock": _SKIPPED,
+        "received data size": "a rank without a gradient leaves it out of its message, which is then shorter than the others'",
+    }
+    outcomes = expect.run(_with_buckets, world_size, answer, shapes, buckets, missing or {}, transposed, causes=causes)
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    want = [sum(numels[i] for i in bucket) for bucket in buckets]
+    for outcome in outcomes:
+        sent = [op.numel for op in outcome.ops]
+        if sent != want or set(outcome.count) != {"all_reduce"}:
+            cause = {
+                len(shapes): "each gradient is sent by itself: put a bucket's gradients into one tensor first",
+                1: "all buckets are sent as one message",
+            }.get(len(sent), "")
+            if sent == want[::-1]:
+                cause = "the buckets are sent in reverse: they are in the right order already"
+            raise Finding(
+                "one all_reduce for each bucket, in the order of the list",
+                f"all_reduces of {want} elements", f"{show(outcome.count)}, of {sent} elements", cause=cause,
+            )  # fmt: skip
+        extra = _from_the_wrong_place(world_size, outcomes, shapes, buckets)
+        _check_means(expect, outcome, outcome.value["grads"], [o.value["local"] for o in outcomes], [str(i) for i in range(len(shapes))], extra)
+
+
+def _from_the_wrong_place(world_size: int, outcomes: list[Outcome], shapes, buckets) -> list[dict[str, Tensor]]:
+    """For each parameter, what it gets if the flat tensor is cut wrongly."""
+    wrong: list[dict[str, Tensor]] = [{} for _ in shapes]
+    zeros = [torch.zeros(shape) for shape in shapes]
+    for bucket in buckets:
+        flats = {}
+        for name, order in (("as it is", bucket), ("sorted", sorted(bucket))):
+            pieces = [
+                torch.cat([(zeros[i] if (grad := outcome.value["local"][i]) is None else grad).flatten() for i in order])
+                for outcome in outcomes
+            ]
+            flats[name] = torch.stack(pieces).sum(0) / world_size
+        start = 0
+        for i in bucket:
+            numel = zeros[i].numel()
+            wrong[i]["every parameter is cut from the start of the flat tensor: move on by numel each time"] = flats["as it is"][:numel].view(
+                shapes[i]
+            )
+            wrong[i]["the pieces are handed out in another order than they were put together"] = flats["sorted"][start : start + numel].view(
+                shapes[i]
+            )
+            start += numel
+    return wrong
+
+
+def _with_buckets(rank, answer, shapes, buckets, missing, transposed):
+    params = _parameters(shapes)
+    for i, (param, grad) in enumerate(zip(params, _numbers(shapes, rank), strict=True)):
+        if i not in missing.get(rank, ()):
+            param.grad = grad.t().contiguous().t() if i in transposed else grad
+    local = [None if param.grad is None else param.grad.clone() for param in params]
+    answer([[params[i] for i in bucket] for bucket in buckets])
+    return {"local": local, "grads": [param.grad for param in params]}
+
+
+# --- 5. reductions that leave while backward runs ------------------------------------------------------
+
+
+class _Branches(nn.Module):
+    """A layer `last` on top of branches `a` and `b`. Backward reaches the branch first that forward used last."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(3)
+            self.a, self.b, self.last = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        return self.last(sum(self.get_submodule(name)(x) for name in use))
+
+    def buckets(self) -> list[list[nn.Parameter]]:
+        return [[*layer.parameters()][::-1] for layer in (self.last, self.b, self.a)]
+
+
+_NAMES = [name for name, _ in _Branches().named_parameters()]
+_BUCKETS = ("last", "b", "a")
+_NUMELS = [3, 8, 8]
+
+
+def _loss(model: _Branches, rank: int, number: int, use: str) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    return model(torch.randn(2, 3, generator=generator), use).square().mean()
+
+
+def _gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if param.grad is None else param.grad.detach().clone() for param in model.parameters()]
+
+
+def _local_gradients(rank: int, losses: Sequence[tuple[int, str, float]]) -> list[Tensor | None]:
+    """What this rank alone would have in .grad after these losses (number, branches, factor)."""
+    model = _Branches()
+    for number, use, factor in losses:
+        (_loss(model, rank, number, use) * factor).backward()
+    return _gradients(model)
+
+
+class _Probe:
+    """Notes, at each gradient and before the answer's own hook sees it, how many collectives have been issued."""
+
+    def __init__(self, model: _Branches):
+        self.seen: list[tuple[str, int]] = []
+        self.traffic = None
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: self.seen.append((name, len(self.traffic.ops))))
+
+
+def _backwards(rank, answer, uses, passes):
+    """`passes` times: one backward and finish(). `uses`: the branches that each rank uses, in forward's order."""
+    model = _Branches()
+    start = copy.deepcopy(model.state_dict())
+    probe = _Probe(model)
+    engine = answer(model, model.buckets())
+    rounds = []
+    for number in range(passes):
+        model.zero_grad()
+        probe.seen.clear()
+        with mz.record_traffic() as traffic:
+            probe.traffic = traffic
+            _loss(model, rank, number, uses[rank]).backward()
+            ended, issued = time.perf_counter(), len(traffic.ops)
+            engine.finish()
+        rounds.append(
+            {
+                "local": _local_gradients(rank, [(number, uses[rank], 1.0)]),
+                "grads": _gradients(model),
+                "seen": list(probe.seen),
+                "issued": issued,
+                "sent": [op.numel for op in traffic.ops],
+                "kinds": sorted({op.op for op in traffic.ops}),
+                "waited in backward": sum(op.end is not None and op.end <= ended for op in traffic.ops),
+                "not waited for": sum(op.end is None for op in traffic.ops),
+                "moved": any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items()),
+            }
+        )
+    return rounds
+
+
+_OVERLAP_CAUSES = {
+    "different collectives": "the ranks launch their buckets in different orders: the order of the list has to hold, whichever is full first",
+    "received data size": "the ranks launch their buckets in different orders: the order of the list has to hold, whichever is full first",
+    "deadlock": "on a rank that did not use a layer its bucket never fills, and the others wait: finish() has to launch it",
+    "NoneType": "finish() meets parameters without a gradient: they count as zeros",
+    "has no attribute 'finish'": "the class needs a method finish()",
+}
+
+
+@exercise(
+    "ddp.overlap",
+    call="Overlapped(model, buckets)",
+    points=3,
+    hints=[
+        "A bucket may leave when its last gradient is there and every bucket ahead of it has left. Who notices that moment, and what has to be left undone until backward is over?",
+        "param.register_post_accumulate_grad_hook(fn) calls fn(param). dist.all_reduce(flat, async_op=True) returns a work; until work.wait() the flat tensor belongs to it. "
+        "Invariant: all ranks issue bucket 0, 1, 2, … in this order, each exactly once a step.",
+        "Hook: note that the parameter has arrived; while the next bucket exists and all its parameters have arrived, launch it. Launch: concatenate the gradients (zeros for None), "
+        "all_reduce with async_op=True, keep the work and the flat tensor. finish: launch what is left, in order; wait for each, divide, copy the pieces into .grad; forget what has arrived.",
+    ],
+)
+def overlap(answer, expect):
+    """each bucket leaves in the hook that fills it, in order, not waited for in backward; unused and reordered layers; 3 SGD steps against one process"""
+    _overlapped(answer, expect, "two backwards", 2, ("ab", "ab"))
+    _overlapped(answer, expect, "rank 1's gradients of a and b arrive in the other order", 2, ("ab", "ba"))
+    _overlapped(answer, expect, "rank 1 does not use b", 2, ("ab", "a"))
+    _overlapped(answer, expect, "two backwards", 3, ("ab", "ab", "ab"))
+    for world_size in (2, 3):
+        _check_three_steps(expect, world_size, partial(_overlapping, answer), _OVERLAP_CAUSES)
+
+
+def _overlapping(answer, model):
+    backwards = [param for param in reversed(list(model.parameters())) if param.requires_grad]
+    return answer(model, [backwards[:2], backwards[2:]]).finish
+
+
+def _overlapped(answer, expect: Expect, text: str, world_size: int, uses: Sequence[str]) -> None:
+    expect.case(text, world_size=world_size)
+    outcomes = expect.run(_backwards, world_size, answer, uses, 2, causes=_OVERLAP_CAUSES)
+    for number in range(2):
+        expect.case(f"{text}, backward {number + 1}", world_size=world_size)
+        rounds = [outcome.value[number] for outcome in outcomes]
+        local = [each["local"] for each in rounds]
+        for outcome, this in zip(outcomes, rounds, strict=True):
+            _sent_in_buckets(outcome.rank, this, first=number == 0)
+        for outcome, this in zip(outcomes, rounds, strict=True):
+            expect.that(
+                not this["not waited for"], "finish() waits for every collective", "all waited for",
+                f"{this['not waited for']} still under way when rank {outcome.rank}'s finish() returns",
+                "the optimizer may read a gradient before it has arrived", "wait() is missing for some of the works",
+            )  # fmt: skip
+            expect.that(
+                not this["moved"], "only gradients are averaged: the weights stay as they are",
+                got=f"rank {outcome.rank}'s weights have other values after backward and finish()",
+                cause="the hook receives the parameter: what is to be averaged is its .grad",
+            )  # fmt: skip
+            extra = _crossed(local, outcome.rank) if set(uses) == {"ab", "ba"} else ()
+            _check_means(expect, outcome, this["grads"], local, _NAMES, extra)
+        for outcome, this in zip(outcomes, rounds, strict=True):
+            _left_in_time(outcome.rank, this)
+            expect.that(
+                not this["waited in backward"], "no wait before backward is over",
+                "all works still open", f"{this['waited in backward']} of {len(this['sent'])} are complete when rank {outcome.rank}'s backward ends",
+                "backward stands still while the bytes travel: nothing overlaps",
+                "a wait() in the hook, or an all_reduce without async_op=True",
+            )  # fmt: skip
+
+
+def _sent_in_buckets(rank: int, this: dict, first: bool) -> None:
+    if this["sent"] == _NUMELS and this["kinds"] == ["all_reduce"]:
+        return
+    sent, cause = this["sent"], ""
+    if not sent:
+        cause = "nothing is reduced" if first else "nothing is reduced from the second backward on: forget in finish() what has arrived"
+    elif len(sent) == 2 * len(_NUMELS):
+        cause = "each gradient is sent by itself: a bucket leaves as one message"
+    elif sent == _NUMELS[::-1]:
+        cause = "the buckets leave in reverse"
+    elif len(sent) > len(_NUMELS):
+        cause = "a bucket is launched twice: forget in finish() what was launched, and launch there only what has not left"
+    elif sent == [sum(_NUMELS)]:
+        cause = "all buckets are sent as one message"
+    elif not first:
+        cause = "the second backward goes on counting where the first one ended: forget in finish() what has arrived and what was launched"
+    raise Finding(
+        "one all_reduce for each bucket, in the order of the list", f"all_reduces of {_NUMELS} elements",
+        f"{', '.join(this['kinds']) or 'nothing'} of {sent} elements on rank {rank}", cause=cause,
+    )  # fmt: skip
+
+
+def _crossed(local: list[list], rank: int) -> list[dict[str, Tensor]]:
+    """What two ranks get if each sends first what is full first: rank 0's b is added to rank 1's a, and the other way round."""
+    cause = "the bucket that is full first is sent first, and rank 0's b is added to rank 1's a: keep the order of the list"
+    partner = {"a": "b", "b": "a"}
+    crossed: list[dict[str, Tensor]] = []
+    for i, name in enumerate(_NAMES):
+        layer, _, kind = name.partition(".")
+        other = _NAMES.index(f"{partner.get(layer, layer)}.{kind}")
+        crossed.append({cause: (local[rank][i] + local[1 - rank][other]) / 2} if layer in partner else {})
+    return crossed
+
+
+def _left_in_time(rank: int, this: dict) -> None:
+    """At each gradient, exactly those buckets have left that are full and have only such in front of them."""
+    arrived: set[str] = set()
+    moments = [*this["seen"], ("", this["issued"])]
+    for place, (name, issued) in enumerate(moments):
+        full = 0
+        while full < len(_BUCKETS) and {f"{_BUCKETS[full]}.weight", f"{_BUCKETS[full]}.bias"} <= arrived:
+            full += 1
+        when = f"when gradient {place + 1} of {len(moments) - 1} arrives" if name else "when backward ends"
+        if issued != full:
+            if this["issued"] == 0:
+                cause = "everything is launched in finish(): nothing overlaps"
+            elif issued < full:
+                cause = "the buckets wait for the last gradient of all: launch a bucket as soon as its own are there"
+            else:
+                cause = "a bucket leaves before it is full, or before those ahead of it have left"
+            raise Finding(
+                "a bucket leaves in the hook of its last gradient, if all ahead of it have left",
+                f"{when}, {full} all_reduces are issued", f"{issued} on rank {rank}",
+                "bytes that could travel during backward travel after it" if issued < full else "", cause,
+            )  # fmt: skip
+        arrived.add(name)
+
+
+# --- 6. accumulation ---------------------------------------------------------------------------------
+
+
+def _accumulations(rank, answer, uses, rounds, raising):
+    """`rounds` steps, each of len(uses) micro-batches, all but the last inside no_sync(). `uses`: branches in each."""
+    model = _Branches()
+    engine = answer(model, model.buckets())
+    steps = []
+    for step in range(rounds):
+        model.zero_grad()
+        if raising:
+            with suppress(ZeroDivisionError), engine.no_sync():
+                raise ZeroDivisionError
+        losses = [(10 * step + i, use, 1 / len(uses)) for i, use in enumerate(uses)]
+        inside = []
+        with mz.record_traffic() as traffic:
+            for number, use, factor in losses[:-1]:
+                with engine.no_sync():
+                    (_loss(model, rank, number, use) * factor).backward()
+                inside.append(len(traffic.ops))
+            number, use, factor = losses[-1]
+            (_loss(model, rank, number, use) * factor).backward()
+            ended, issued = time.perf_counter(), len(traffic.ops)
+            engine.finish()
+        steps.append(
+            {
+                "local": _local_gradients(rank, losses),
+                "last": _local_gradients(rank, losses[-1:]),
+                "before": _local_gradients(rank, losses[:-1]),
+                "grads": _gradients(model),
+                "inside": inside,
+                "issued": issued,
+                "sent": [op.numel for op in traffic.ops],
+                "kinds": sorted({op.op for op in traffic.ops}),
+                "waited in backward": sum(op.end is not None and op.end <= ended for op in traffic.ops),
+            }
+        )
+    return steps
+
+
+@exercise(
+    "ddp.accumulate",
+    call="Accumulating(model, buckets)",
+    points=2,
+    hints=[
+        "The hooks fire in every backward. What do they have to know in order to keep still, and who tells them?",
+        "A @contextmanager runs what stands before `yield` at the start of the with block, and what stands in `finally` after it, exceptions included. A parameter that was used only in an "
+        "earlier micro-batch has a gradient, though its hook does not fire in the last backward.",
+        "Keep a switch on the object, on by default. The hook does nothing while it is off; no_sync() turns it off and, in a finally, back to what it was. finish() stays as it is: it launches "
+        "what is left with whatever is in .grad.",
+    ],
+)
+def accumulate(answer, expect):
+    """no collective inside no_sync(), then one for each bucket, while the last backward runs; exceptions; layers used in one micro-batch only"""
+    _accumulated(answer, expect, "1 micro-batch", 2, ["ab"])
+    _accumulated(answer, expect, "3 micro-batches", 2, ["ab", "ab", "ab"])
+    _accumulated(answer, expect, "2 micro-batches, b is used in the first only", 2, ["ab", "a"])
+    _accumulated(answer, expect, "an exception has left a no_sync() block before", 2, ["ab"], raising=True)
+    _accumulated(answer, expect, "2 micro-batches", 3, ["ab", "ab"])
+
+
+def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[str], raising: bool = False) -> None:
+    expect.case(text, world_size=world_size)
+    causes = {"has no attribute 'no_sync'": "the class needs a method no_sync()"} | _OVERLAP_CAUSES
+    outcomes = expect.run(_accumulations, world_size, answer, uses, 2, raising, causes=causes)
+    for step in range(2):
+        expect.case(f"{text}, step {step + 1}", world_size=world_size)
+        for outcome in outcomes:
+            this = outcome.value[step]
+            expect.that(
+                not any(this["inside"]), "inside no_sync() nothing is sent", "0 collectives",
+                f"{max(this['inside'], default=0)} after {len(this['inside'])} backwards inside no_sync() on rank {outcome.rank}",
+                f"a step of G micro-batches sends up to G times as much: {show(sum(this['sent']))} elements here, {sum(_NUMELS)} would do",
+                "the hook does not look at the switch, so every micro-batch is reduced",
+            )  # fmt: skip
+            nothing = "reduction stays off: is the switch turned on again when the with block ends"
+            cause = ""
+            if not this["sent"]:
+                cause = nothing + (", also after an exception (try … finally)?" if raising else "?")
+            expect.that(
+                this["sent"] == _NUMELS and this["kinds"] == ["all_reduce"], "then one all_reduce for each bucket",
+                f"all_reduces of {_NUMELS} elements", f"{', '.join(this['kinds']) or 'nothing'} of {this['sent']} elements on rank {outcome.rank}",
+                cause=cause or ("a bucket is sent more than once in a step" if len(this["sent"]) > len(_NUMELS) else ""),
+            )  # fmt: skip
+        for outcome in outcomes:
+            values = [each.value[step] for each in outcomes]
+            extra = [_accumulated_otherwise(values, outcome.rank, i) for i in range(len(_NAMES))]
+            _check_means(expect, outcome, values[outcome.rank]["grads"], [value["local"] for value in values], _NAMES, extra)
+        for outcome in outcomes:
+            this = outcome.value[step]
+            if all(use == "ab" for use in uses):
+                cause = "everything is launched in finish()"
+                if raising:
+                    cause = "reduction stays off after the exception: turn it on again in a finally"
+                expect.that(
+                    this["issued"] == len(_NUMELS), "the last backward, outside no_sync(), reduces from its hooks",
+                    f"{len(_NUMELS)} all_reduces issued when it ends", f"{this['issued']} on rank {outcome.rank}",
+                    "nothing overlaps", cause,
+                )  # fmt: skip
+
+
+def _accumulated_otherwise(values: list[dict], rank: int, i: int) -> dict[str, Tensor]:
+    nothing = torch.zeros_like(values[0]["local"][i])
+    last = sum((nothing if value["last"][i] is None else value["last"][i]) for value in values) / len(values)
+    before = values[rank]["before"][i]
+    late = "this rank's earlier micro-batches are added to the mean of the last one: reduce what has come together in .grad"
+    return {
+        "only the last micro-batch is in it: what the earlier ones left in .grad is lost": last,
+        **({} if before is None else {late: last + before}),
+    }
+
+
+# --- 7. say the number -------------------------------------------------------------------------------
+
+
+@number(
+    "ddp.number",
+    hints=[
+        "How many times does one step reduce the gradients? What does one all-reduce of Ψ elements make a rank send? How many bytes has an element?",
+        "An all-reduce is a reduce-scatter and an all-gather, each Ψ(N−1)/N elements. A 16-bit gradient has 2 bytes. Inside no_sync() nothing is sent.",
+        "Reductions in a step (1 with no_sync, else one for each micro-batch) × 2 × (N−1)/N × Ψ × 2 bytes.",
+    ],
+)
+def traffic(rng):
+    """GB that one rank sends in a step: both halves of the all-reduce, (N−1)/N, the bytes of an element, micro-batches"""
+    psi, n, g = rng.choice([3, 7, 13]), rng.choice([4, 8, 16]), rng.choice([3, 5, 6])
+    quiet = rng.choice([True, False])
+    reductions = 1 if quiet else g
+    answer = reductions * 2 * 2 * psi * (n - 1) / n
+    how = "all but the last inside no_sync()" if quiet else "without no_sync()"
+    return Question(
+        text=f"{psi} B parameters, DDP on {n} GPUs, gradients in 16 bits, {g} micro-batches a step, {how}: how many GB does one GPU send in a step?",
+        answer=answer,
+        unit="GB",
+        working=[
+            f"reductions in a step         {reductions}" + ("   (only the last backward reduces)" if quiet else "   (every backward reduces)"),
+            f"an all-reduce                2 × (N−1)/N = 2 × {n - 1}/{n} elements for each parameter",
+            "an element                   2 bytes",
+            f"together                     {reductions} × 2 × {n - 1}/{n} × {psi} B × 2 bytes = {answer:g} GB",
+        ],
+        mistakes={
+            "that is half of it: an all-reduce has two halves, and an element has 2 bytes": answer / 2,
+            "twice too much: 16 bits are 2 bytes, not 4": answer * 2,
+            "(N−1)/N is missing: a rank keeps 1/N of the work to itself in each half": answer * n / (n - 1),
+            **(
+                {"inside no_sync() nothing is sent: a step has one reduction": answer * g}
+                if quiet
+                else {"without no_sync() every micro-batch is reduced": answer / g}
+            ),
+            "that is what all GPUs send together": answer * n,
+            "that would be the model states, 16 bytes a parameter: it is not what travels": 16.0 * psi,
+        },
+    )
+
+
+# --- 8. find the bug ---------------------------------------------------------------------------------
+
+@bug(
+    "ddp.find_the_bug",
+    call="train(model, batches, lr)",
+    points=2,
+    hints=[
+        "What does autograd hand to a post-accumulate-grad hook? Which tensor is equal on all ranks after backward, and which is not?",
+        "The hook's argument is the parameter. Its gradient is param.grad. A parameter and its gradient have the same number of elements, so the traffic looks right.",
+        "Weights are averaged during backward, then every rank steps with its own gradient: so they differ after step(). In the hook, all_reduce and divide param.grad.",
+    ],
+    options={
+        "a": "the gradients are equal on all ranks, but N times too large",
+        "b": "after every step() the ranks' weights differ, and when the next backward ends they are equal again",
+        "c": "each rank sends twice as many elements as it should",
+        "d": "the ranks' weights are equal after every step, and the loss does not fall",
+    },
+    observed="b",
+    why={
+        "a": "a factor of N would come from a missing division, and there is one. Look at which tensor is divided",
+        "c": "there is one all_reduce for each parameter, and a parameter has as many elements as its gradient: the traffic is right",
+        "d": "the last thing that moves the weights is step(). With which gradients does each rank take it?",
+    },
+)
+def find_the_bug(mended, expect):
+    """what one would measure; the mended loop on 2 and 3 ranks against one process; one all_reduce for each gradient"""
+    trainable = [param.numel() for param in _awkward_model().parameters() if param.requires_grad]
+    for world_size in (2, 3):
+        expect.case("3 steps of SGD", world_size=world_size)
+        outcomes = expect.run(_mended_run, world_size, mended, causes={"NoneType": "a frozen parameter has no gradient"})
+        averaged_late = _weights_averaged(world_size, after_step=True)
+        averaged_early = _weights_averaged(world_size, after_step=False)
+        for outcome in outcomes:
+            mistakes = {
+                "the weights are still averaged during backward, not the gradients": averaged_early[outcome.rank],
+                "the weights are averaged after the step: that hides the symptom, and the gradients were still local": averaged_late[outcome.rank],
+            }
+            _check_weights(expect, outcome, world_size, mistakes)
+            sent = [op.numel for op in outcome.ops]
+            expect.that(
+                set(outcome.count) == {"all_reduce"} and sorted(sent) == sorted(trainable * _STEPS),
+                "one all_reduce for each trainable parameter and step",
+                f"{len(trainable) * _STEPS} all_reduces, {sum(trainable) * _STEPS} elements", f"{show(outcome.count)}, {sum(sent)} elements",
+                cause="the weights are still sent beside the gradients" if sum(sent) == 2 * sum(trainable) * _STEPS else "",
+            )  # fmt: skip
+
+
+def _mended_run(rank, train):
+    model = _awkward_model()
+    train(model, _batches(torch.distributed.get_world_size(), rank), _LR)
+    return _weights(model)
+
+
+def _weights_averaged(world_size: int, after_step: bool) -> list[Tensor]:
+    """Every rank steps with its own gradients; the ranks' weights are averaged after the step, or before it."""
+    models = [_awkward_model() for _ in range(world_size)]
+    optimizers = [torch.optim.SGD(model.parameters(), _LR) for model in models]
+
+    def average():
+        mean = torch.stack([_weights(model) for model in models]).mean(0)
+        for model in models:
+            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+
+    for step in range(_STEPS):
+        for rank, model in enumerate(models):
+            F.mse_loss(model(_batches(world_size, rank)[step][0]), _batches(world_size, rank)[step][1]).backward()
+        if not after_step:
+            average()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if after_step:
+            average()
+    return [_weights(model) for model in models]
