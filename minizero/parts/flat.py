@@ -26,6 +26,7 @@ class Layout:
     """Where each tensor lies in the flat buffer."""
 
     shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]  # the tensors' own where they are dense: channels-last stays channels-last
     offsets: tuple[int, ...]
     P: int
     world_size: int
@@ -41,12 +42,19 @@ def layout(tensors: Sequence[Tensor], world_size: int) -> Layout:
     for tensor in tensors:
         offsets.append(end)
         end += _round_up(tensor.numel(), ALIGN)
-    return Layout(tuple(t.shape for t in tensors), tuple(offsets), _round_up(end, ALIGN * world_size), world_size)
+    P = _round_up(end, ALIGN * world_size)
+    return Layout(tuple(t.shape for t in tensors), tuple(map(strides, tensors)), tuple(offsets), P, world_size)
+
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a dense tensor that lies in memory as this one does."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def views(flat_P: Tensor, layout: Layout) -> list[Tensor]:
     """The tensors, as views of the flat buffer."""
-    return [flat_P[at : at + shape.numel()].view(shape) for shape, at in zip(layout.shapes, layout.offsets, strict=True)]
+    places = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
+    return [flat_P[at : at + shape.numel()].as_strided(shape, strides) for shape, strides, at in places]
 
 
 def shard(flat_P: Tensor, rank: int, world_size: int) -> Tensor:

@@ -55,15 +55,20 @@ def label(storage: UntypedStorage) -> Label:
 
 
 def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
-    """The storages that hold the tensor's elements: one, or those of the tensors that it is made of.
+    """The storages that hold the tensor's elements: one, or those of the tensors that it is made of, or none.
 
     A DTensor and other wrappers claim a storage of their full size which isn't there; what they hold is.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from storages(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), Tensor):
+                yield from storages(inner)
     elif tensor.layout is torch.sparse_coo:
         yield from storages(tensor._indices())
         yield from storages(tensor._values())
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
+    else:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # vmap's tensors, other sparse layouts and their like have none
+            return
+        yield storage

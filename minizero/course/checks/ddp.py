@@ -545,8 +545,8 @@ _BUCKETS = ("last", "b", "a")
 _NUMELS = [3, 8, 8]
 
 
-def _loss(model: _Branches, rank: int, number: int, use: str) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * number + rank)
+def _loss(model: _Branches, rank: int, batch: int, use: str) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * batch + rank)
     return model(torch.randn(2, 3, generator=generator), use).square().mean()
 
 
@@ -555,10 +555,10 @@ def _gradients(model: nn.Module) -> list[Tensor | None]:
 
 
 def _local_gradients(rank: int, losses: Sequence[tuple[int, str, float]]) -> list[Tensor | None]:
-    """What this rank alone would have in .grad after these losses (number, branches, factor)."""
+    """What this rank alone would have in .grad after these losses (batch, branches, factor)."""
     model = _Branches()
-    for number, use, factor in losses:
-        (_loss(model, rank, number, use) * factor).backward()
+    for batch, use, factor in losses:
+        (_loss(model, rank, batch, use) * factor).backward()
     return _gradients(model)
 
 
@@ -579,17 +579,17 @@ def _backwards(rank, answer, uses, passes):
     probe = _Probe(model)
     engine = answer(model, model.buckets())
     rounds = []
-    for number in range(passes):
+    for batch in range(passes):
         model.zero_grad()
         probe.seen.clear()
         with mz.record_traffic() as traffic:
             probe.traffic = traffic
-            _loss(model, rank, number, uses[rank]).backward()
+            _loss(model, rank, batch, uses[rank]).backward()
             ended, issued = time.perf_counter(), len(traffic.ops)
             engine.finish()
         rounds.append(
             {
-                "local": _local_gradients(rank, [(number, uses[rank], 1.0)]),
+                "local": _local_gradients(rank, [(batch, uses[rank], 1.0)]),
                 "grads": _gradients(model),
                 "seen": list(probe.seen),
                 "issued": issued,
@@ -642,12 +642,12 @@ def _overlapping(answer, model):
 def _overlapped(answer, expect: Expect, text: str, world_size: int, uses: Sequence[str]) -> None:
     expect.case(text, world_size=world_size)
     outcomes = expect.run(_backwards, world_size, answer, uses, 2, causes=_OVERLAP_CAUSES)
-    for number in range(2):
-        expect.case(f"{text}, backward {number + 1}", world_size=world_size)
-        rounds = [outcome.value[number] for outcome in outcomes]
+    for i in range(2):
+        expect.case(f"{text}, backward {i + 1}", world_size=world_size)
+        rounds = [outcome.value[i] for outcome in outcomes]
         local = [each["local"] for each in rounds]
         for outcome, this in zip(outcomes, rounds, strict=True):
-            _sent_in_buckets(outcome.rank, this, first=number == 0)
+            _sent_in_buckets(outcome.rank, this, first=i == 0)
         for outcome, this in zip(outcomes, rounds, strict=True):
             expect.that(
                 not this["not waited for"], "finish() waits for every collective", "all waited for",
@@ -745,12 +745,12 @@ def _accumulations(rank, answer, uses, rounds, raising):
         losses = [(10 * step + i, use, 1 / len(uses)) for i, use in enumerate(uses)]
         inside = []
         with mz.record_traffic() as traffic:
-            for number, use, factor in losses[:-1]:
+            for batch, use, factor in losses[:-1]:
                 with engine.no_sync():
-                    (_loss(model, rank, number, use) * factor).backward()
+                    (_loss(model, rank, batch, use) * factor).backward()
                 inside.append(len(traffic.ops))
-            number, use, factor = losses[-1]
-            (_loss(model, rank, number, use) * factor).backward()
+            batch, use, factor = losses[-1]
+            (_loss(model, rank, batch, use) * factor).backward()
             ended, issued = time.perf_counter(), len(traffic.ops)
             engine.finish()
         steps.append(
