@@ -32,9 +32,9 @@ def gained(m, kind: str) -> int:
 
 
 def extra_peak(m, kind: str) -> int:
-    """The most bytes of a kind at any time, less those at entry."""
+    """The most bytes of a kind at any time, less the fewest."""
     curve = m.curve()[1][kind]
-    return int(curve.max() - curve[0])
+    return int(curve.max() - curve.min())
 
 
 def states(rank, world_size, engine_type, make, bucket_mb):
@@ -142,7 +142,7 @@ def train_long(rank, engine_type, name):
 @pytest.mark.parametrize("name", ["awkward", "batchnorm", "checkpointed reentrant"])
 def test_live_tensors_do_not_grow_from_step_to_step(ranks, engine_type, name):
     for live in ranks(2).run(train_long, engine_type, name):
-        assert min(live[2:6]) == min(live[6:])  # the least: gloo's thread may let go of a buffer a moment late
+        assert min(live[6:]) <= min(live[2:6])  # the least: gloo's thread may let go of a buffer a moment late
 
 
 def let_go(rank, engine_type, model_first):

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import datetime
 import functools
 import gc
 import importlib

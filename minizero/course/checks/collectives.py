@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minizero.course import Finding, Question, bug, exercise, number
-from minizero.course.expect import Outcome
+from minizero.course.expect import Expect, Outcome
 from minizero.parts import calls
 
 # --- 1. which chunk, in which step -----------------------------------------------------------------
@@ -82,16 +82,20 @@ def _as_pair(pair):
     return tuple(pair) if isinstance(pair, list) else pair
 
 
+# What is usually given instead of (r + s + 1, r + s + 2). An answer is one of these if it is so for all ranks and steps.
 _RING_MISTAKES: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
     "this ring turns to the right, as the lesson's does": lambda n, r, s: ((r - s - 1) % n, (r - s - 2) % n),
     "send and receive are swapped": lambda n, r, s: ((r + s + 2) % n, (r + s + 1) % n),
-    "the modulo is missing: after the last chunk comes chunk 0": lambda n, r, s: (r + s + 1, r + s + 2),
-    "the trip begins one chunk too early: so it does in an all-gather, where a rank sends its own chunk first": lambda n, r, s: (
-        (r + s) % n,
-        (r + s + 1) % n,
+    "the trip begins one chunk too early, as an all-gather does: there a rank sends its own chunk first": (
+        lambda n, r, s: ((r + s) % n, (r + s + 1) % n)
     ),
-    "the step is not in it: a rank would send one and the same chunk every time": lambda n, r, s: ((r + 1) % n, (r + 2) % n),
-    "the steps run backwards: what arrives in a step is sent in the next": lambda n, r, s: ((r - s - 1) % n, (r - s) % n),
+    "the trip begins one chunk too late": lambda n, r, s: ((r + s + 2) % n, (r + s + 3) % n),
+    "the step is not in it: a rank would send one and the same chunk every time": (
+        lambda n, r, s: ((r + 1) % n, (r + 2) % n)
+    ),
+    "the steps run backwards: what arrives in a step is sent in the next": (
+        lambda n, r, s: ((r - s - 1) % n, (r - s) % n)
+    ),
 }
 
 
@@ -104,24 +108,26 @@ class _Message:
 
     op: str
     numel: int
-    dtype: str
     peer: int | None
     issued: int
     done: int | None = None
 
 
 class _Wire:
-    """Listens to a rank's messages. `slow`: the rank hesitates before each send, so that reading too early shows."""
+    """Listens to a rank's messages. The last rank hesitates before each send, so that reading too early shows."""
 
-    def __init__(self, slow: bool) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self.messages: list[_Message] = []
-        self._slow, self._events, self._of_call = slow, 0, {}
+        self._rank, self._world_size = rank, world_size
+        self._events, self._of_call = 0, {}
 
     def issued(self, call: calls.Call) -> None:
-        if self._slow and call.op == "send":
+        if call.peer is not None and call.peer not in range(self._world_size):
+            raise ValueError(f"there is no rank {call.peer}: {self._world_size} ranks are numbered from 0")
+        if call.op == "send" and self._rank == self._world_size - 1:
             time.sleep(0.02)
         self._events += 1
-        message = _Message(call.op, call.numel, call.dtype, call.peer, self._events)
+        message = _Message(call.op, call.numel, call.peer, self._events)
         self.messages.append(message)
         self._of_call[id(call)] = message, call  # holds the call, so that its id stays its own
 
@@ -134,10 +140,10 @@ class _Wire:
 
 
 @contextlib.contextmanager
-def _listening(slow: bool) -> Iterator[list[_Message]]:
+def _listening() -> Iterator[list[_Message]]:
     calls.watch()
-    wire = _Wire(slow)
-    calls.listeners.append(wire)
+    wire = _Wire(dist.get_rank(), dist.get_world_size())
+    calls.listeners.insert(0, wire)  # before the journal: a message to a rank that does not exist goes no further
     try:
         yield wire.messages
     finally:
@@ -147,7 +153,7 @@ def _listening(slow: bool) -> Iterator[list[_Message]]:
 def _call_on_wire(rank: int, answer: Callable, make: Callable[[int], Tensor]) -> dict:
     """The program of every check here: answer(make(rank)), listened to."""
     x = make(rank)
-    with _listening(slow=rank == dist.get_world_size() - 1) as messages:
+    with _listening() as messages:
         returned = answer(x)
     return {"returned": returned, "x": x, "messages": messages}
 
@@ -157,37 +163,54 @@ def _digits(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32)
     return (torch.arange(1, numel + 1) * 10**rank).to(dtype).reshape(shape)
 
 
+_PARTNERS = "the two ends do not name each other: send to (rank − 1) % world_size, receive from (rank + 1) % world_size"
+_CHUNKS = "a chunk number runs past the last chunk: is it taken modulo world_size, and are there world_size chunks?"
+
+
 def _causes(world_size: int) -> dict[str, str]:
-    """What an error or a deadlock means, when everybody runs the same ring."""
+    """What an error or a deadlock means, when everybody runs the same ring. On two ranks both neighbours are the same rank."""
     circle = "all ranks receive (or all send) before anyone does the other: start both with isend and irecv, then wait for both"
-    partners = "the two ends do not name each other: send to (rank - 1) % world_size, receive from (rank + 1) % world_size"
     return {
-        "deadlock": circle if world_size == 2 else partners,
-        "list index out of range": "a chunk number runs past the last chunk: take it modulo world_size",
-        "tuple index out of range": "a chunk number runs past the last chunk: take it modulo world_size",
+        "has finished without": "one rank makes fewer steps than another: each makes N − 1, in each of them one send and one receive",
+        "deadlock": circle if world_size == 2 else _PARTNERS,
+        "there is no rank": _PARTNERS,
+        "index out of range": _CHUNKS,
+        "do not fit": "the tensor that receives is as large as what is sent: one chunk",
         "has no attribute 'wait'": "dist.send and dist.recv have waited already and return no work; isend and irecv do",
-        "invalid destination rank": partners,
-        "invalid source rank": partners,
+        "does not support item assignment": "chunk() returns a tuple, and `chunks[i] += …` assigns to it: write chunks[i].add_(…)",
     }
 
 
-def _judge(expect, outcomes: list[Outcome], sizes: Sequence[int], whole: int, values: Callable[[Outcome], None]) -> None:
-    """All that is asked of a ring, from the cause to the effect: messages, then values, then what was sent and to whom.
+def _judge(
+    expect: Expect,
+    outcomes: list[Outcome],
+    sizes: Sequence[int],
+    whole: int,
+    values: Callable[[Outcome], None],
+    to_left: bool = True,
+) -> None:
+    """All that is asked of a ring. The way comes before the values where it explains them, and after them where it does not.
 
     sizes: numel of each send that the ring makes; whole: numel of the tensor that it is about.
     """
     for outcome in outcomes:
-        _check_calls(expect, outcome, sizes)
+        _check_messages(expect, outcome)
+        sends = [m.numel for m in _split(outcome)[0]]
+        if len(sends) < len(sizes):
+            _check_sizes(expect, outcome, sizes, whole)
+        if sends == list(sizes):
+            if to_left:
+                _check_neighbour(expect, outcome, len(outcomes))
+            _check_order(expect, outcome)
     for outcome in outcomes:
         values(outcome)
     for outcome in outcomes:
         _check_sizes(expect, outcome, sizes, whole)
-        _check_neighbour(expect, outcome, len(outcomes))
 
 
-def _check_calls(expect, outcome: Outcome, sizes: Sequence[int]) -> None:
-    """No collectives; and every message is waited for, in time. Where it is not, values are right or wrong by chance."""
-    rank, sends, receives = outcome.rank, *_split(outcome)
+def _check_messages(expect: Expect, outcome: Outcome) -> None:
+    """No collectives; and every message is waited for. Where it is not, values are right or wrong by chance."""
+    rank, messages = outcome.rank, outcome.value["messages"]
     foreign = [op for op in outcome.count if op not in ("send", "recv")]
     expect.that(
         not foreign,
@@ -196,55 +219,60 @@ def _check_calls(expect, outcome: Outcome, sizes: Sequence[int]) -> None:
         got=f"rank {rank} issued {', '.join(foreign)}",
         cause=f"{foreign[0]} does for you what you are to build" if foreign else "",
     )
-    still_open = [m for m in (*sends, *receives) if m.done is None]
+    still_open = [f"{message.op} of {_elements(message.numel)}" for message in messages if message.done is None]
     expect.that(
         not still_open,
         rule="every message is waited for before the function returns",
-        got=f"rank {rank} left open: {', '.join(f'{m.op} of {m.numel} elements' for m in still_open)}",
+        got=f"rank {rank} left open: {', '.join(still_open)}",
         so="until its wait returns, a tensor belongs to the network: what is in it is chance",
         cause="isend and irecv return at once: keep the work that they return, and call its wait()",
     )
-    if [m.numel for m in sends] != list(sizes) or len(receives) != len(sends):
-        return  # no ring: this is told after the values
-    for k in range(1, len(sends)):
+
+
+def _check_order(expect: Expect, outcome: Outcome) -> None:
+    """In a ring a rank sends what has just arrived."""
+    sends, receives = _split(outcome)
+    for k, (arrival, send) in enumerate(zip(receives, sends[1:], strict=False)):
         expect.that(
-            receives[k - 1].done < sends[k].issued,
+            arrival.done < send.issued,
             rule="a chunk is passed on when it has arrived",
-            expected=f"rank {rank} waits for receive {k - 1}, then starts send {k}",
-            got=f"send {k} starts while receive {k - 1} is open",
+            expected=f"rank {outcome.rank} waits for receive {k}, then starts send {k + 1}",
+            got=f"send {k + 1} starts while receive {k} is open",
             so="it sends what happens to be in the buffer",
             cause="wait inside the loop: the next step needs what this one brings",
         )
 
 
-def _check_sizes(expect, outcome: Outcome, sizes: Sequence[int], whole: int) -> None:
+def _check_sizes(expect: Expect, outcome: Outcome, sizes: Sequence[int], whole: int) -> None:
     """How many sends of how many elements."""
-    rank, (sends, _) = outcome.rank, _split(outcome)
-    got, want = [m.numel for m in sends], list(sizes)
+    sends, want = [m.numel for m in _split(outcome)[0]], list(sizes)
     cause = ""
-    if got and max(got) >= whole > max(sizes):
+    if sends and max(sends) >= whole > max(want):
         cause = f"whole tensors of {whole} elements travel: cut the tensor into world_size chunks, and send one chunk a step"
-    elif len(got) > len(want):
-        cause = f"after {len(want)} steps all is where it belongs: one step more brings nothing new"
+    elif sends[: len(want)] == want:
+        cause = "everything is where it belongs before the last step: one step more brings nothing new"
+    elif len(sends) < len(want):
+        cause = "steps are missing: one trip round N ranks takes N − 1 of them, and an all-reduce makes two trips"
+    elif len(sends) == len(want):
+        cause = "there is more padding than needed: up to the next multiple of world_size is enough"
     expect.that(
-        got == want,
+        sends == want,
         rule="a ring sends one chunk in each step",
-        expected=f"rank {rank} sends {_count(want)} elements",
-        got=_count(got),
-        so=f"it sends {sum(got)} elements where {sum(want)} are enough" if sum(got) > sum(want) else "",
+        expected=f"rank {outcome.rank} sends {_count(want)}",
+        got=_count(sends),
+        so=f"it sends {_elements(sum(sends))}, and {sum(want)} would do" if sum(sends) > sum(want) else "",
         cause=cause,
     )
 
 
-def _check_neighbour(expect, outcome: Outcome, world_size: int) -> None:
+def _check_neighbour(expect: Expect, outcome: Outcome, world_size: int) -> None:
     """All sends go to the left."""
-    rank, (sends, _) = outcome.rank, _split(outcome)
-    left, right = (rank - 1) % world_size, (rank + 1) % world_size
-    peers = sorted({m.peer for m in sends})
+    left, right = (outcome.rank - 1) % world_size, (outcome.rank + 1) % world_size
+    peers = sorted({m.peer for m in _split(outcome)[0]})
     expect.that(
         peers == [left],
         rule="a rank sends to its left neighbour only",
-        expected=f"rank {rank} sends to rank {left}",
+        expected=f"rank {outcome.rank} sends to rank {left}",
         got=f"to rank {' and rank '.join(map(str, peers))}",
         cause="this ring turns to the right, as the lesson's does"
         if peers == [right]
@@ -258,9 +286,13 @@ def _split(outcome: Outcome) -> tuple[list[_Message], list[_Message]]:
 
 
 def _count(sizes: Sequence[int]) -> str:
-    if not sizes:
-        return "nothing"
-    return f"{len(sizes)} × {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} × {_elements(sizes[0])}"
+    return f"{' + '.join(map(str, sizes))} elements" if sizes else "nothing"
+
+
+def _elements(count: int) -> str:
+    return f"{count} element{'s' * (count != 1)}"
 
 
 # --- 2. reduce-scatter -----------------------------------------------------------------------------
@@ -285,40 +317,38 @@ def ring_reduce_scatter(answer, expect):
         make = partial(_digits, shape=(numel,))
         outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=_causes(world_size))
         inputs = [make(rank) for rank in range(world_size)]
-        size = numel // world_size
-        _judge(expect, outcomes, [size] * (world_size - 1), numel, lambda o, i=inputs: _check_chunk(expect, o, i))
+        sizes = [numel // world_size] * (world_size - 1)
+        _judge(expect, outcomes, sizes, numel, partial(_check_chunk, expect, inputs=inputs))
 
 
-def _check_chunk(expect, outcome: Outcome, inputs: list[Tensor]) -> None:
+def _check_chunk(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
     n, rank, got = len(inputs), outcome.rank, outcome.value["returned"]
-    of_rank = [x.chunk(n)[rank] for x in inputs]  # everyone's values of the chunk that this rank owns
+    copies = [x.chunk(n)[rank] for x in inputs]  # everyone's values of the chunk that this rank owns
+    own, from_right, from_left = copies[rank], copies[(rank + 1) % n], copies[(rank - 1) % n]
     sums = sum(inputs).chunk(n)
     expect.that(
         not isinstance(got, Tensor) or got.numel() < inputs[0].numel(),
         rule="a rank returns its own chunk of the sum",
-        expected=f"rank {rank} returns {sums[rank].numel()} elements",
-        got=f"{getattr(got, 'numel', int)()}",
+        expected=f"rank {rank} returns {_elements(sums[rank].numel())}",
+        got=f"{_elements(got.numel())}" if isinstance(got, Tensor) else "",
         cause="all of x is returned: the other chunks in it are leftovers",
     )
-    others = {
-        f"this is chunk {k}, complete: the numbers must be such that the last chunk to arrive is number rank": sums[k]
-        for k in range(n)
-        if k != rank
+    mistakes = {
+        "the values of this rank alone: what arrived was not added, or was read before wait": own,
+        "what arrived has replaced the rank's own values: add it to them": from_left,
+        "only the right neighbour's own values were added: it must pass on its sum so far": own + from_right,
+        "what arrived was added twice": 2 * sums[rank] - own,
+        "divided by world_size: the sum is asked for, not the mean": sums[rank] / n,
     }
-    right = (rank + 1) % n
+    for k in set(range(n)) - {rank}:
+        mistakes[f"this is chunk {k}, complete: the last chunk to arrive must be number rank"] = sums[k]
+        mistakes[f"this is chunk {k}, which this rank sent away: return number rank"] = inputs[rank].chunk(n)[k]
     expect.equal(
         got,
         sums[rank],
         of=f"chunk {rank} on rank {rank}",
         rule="rank r returns chunk r, summed over all ranks",
-        mistakes={
-            "the values of this rank alone: what arrived was not added, or was read before wait": of_rank[rank],
-            "what arrived has replaced the rank's own values: add it to them": of_rank[(rank - 1) % n],
-            "only the right neighbour's own values were added: it must pass on its sum so far": of_rank[rank] + of_rank[right],
-            "what arrived was added twice": 2 * sums[rank] - of_rank[rank],
-            "divided by world_size: the sum is asked for, not the mean": sums[rank] / n,
-            **others,
-        },
+        mistakes=mistakes,
     )
 
 
@@ -344,13 +374,8 @@ def ring_all_gather(answer, expect):
         make = partial(_shard, size=size)
         outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=_causes(world_size))
         shards = [make(rank) for rank in range(world_size)]
-        _judge(
-            expect,
-            outcomes,
-            [size] * (world_size - 1),
-            world_size * size,
-            lambda o, s=shards: _check_whole(expect, o, s),
-        )
+        sizes = [size] * (world_size - 1)
+        _judge(expect, outcomes, sizes, world_size * size, partial(_check_whole, expect, shards=shards))
 
 
 def _shard(rank: int, size: int) -> Tensor:
@@ -358,13 +383,15 @@ def _shard(rank: int, size: int) -> Tensor:
     return torch.arange(rank * size + 1, (rank + 1) * size + 1) * 10.0**rank
 
 
-def _check_whole(expect, outcome: Outcome, shards: list[Tensor]) -> None:
+def _check_whole(expect: Expect, outcome: Outcome, shards: list[Tensor]) -> None:
     n, rank = len(shards), outcome.rank
-    nothing = torch.zeros_like(shards[0])
-    right = (rank + 1) % n
+    left, right, nothing = (rank - 1) % n, (rank + 1) % n, torch.zeros_like(shards[0])
 
     def whole(chunk: Callable[[int], Tensor]) -> Tensor:
         return torch.cat([chunk(k) for k in range(n)])
+
+    def besides(chunk: Callable[[int], Tensor]) -> Tensor:
+        return whole(lambda k: shards[rank] if k == rank else chunk(k))
 
     expect.equal(
         outcome.value["returned"],
@@ -372,15 +399,21 @@ def _check_whole(expect, outcome: Outcome, shards: list[Tensor]) -> None:
         of=f"the result on rank {rank}",
         rule="every rank returns all chunks, chunk r at place r",
         mistakes={
-            "the chunks stand in the order of their arrival, the own one first": whole(lambda k: shards[(rank + k) % n]),
-            "the chunks stand in the order of their arrival, the own one last": whole(lambda k: shards[(right + k) % n]),
-            "what arrived was put one place too far to the left": whole(lambda k: shards[rank if k == rank else (k + 1) % n]),
-            "the rank's own chunk is missing: copy the shard to its place": whole(lambda k: nothing if k == rank else shards[k]),
-            "nothing that arrived is in it: was it read before wait, or never stored?": whole(
-                lambda k: shards[k] if k == rank else nothing
+            "the chunks are in the order of their arrival, the own one first": whole(lambda k: shards[(rank + k) % n]),
+            "the chunks are in the order of their arrival, the own one last": whole(lambda k: shards[(right + k) % n]),
+            "what arrives in step s is chunk rank + s + 1, not rank − s − 1": (
+                besides(lambda k: shards[(2 * rank - k) % n])
             ),
-            "the neighbour sent its own chunk in every step: from step 1 on, pass on what has arrived": whole(
-                lambda k: shards[rank if k == rank else right]
+            "the neighbour sent its own chunk in every step: from step 1 on, pass on what has arrived": (
+                besides(lambda k: shards[right])
+            ),
+            "one buffer stands at all places: what arrived last is in each of them": besides(lambda k: shards[left]),
+            "nothing that arrived is in it: was it read before wait, or never stored?": besides(lambda k: nothing),
+            "the rank's own chunk is missing: copy the shard to its place": (
+                whole(lambda k: nothing if k == rank else shards[k])
+            ),
+            "ranks sent what they did not have: in step 0 a rank has its own chunk and no other": whole(
+                lambda k: nothing
             ),
             "the own chunk alone is returned": shards[rank],
         },
@@ -427,22 +460,26 @@ def all_reduce(answer, expect):
                 expected=name,
                 got=", ".join(sent),
                 so="values lose digits on the way",
-                cause="torch.zeros and torch.empty make float32: x.new_zeros takes the dtype of x",
+                cause="torch.zeros and torch.empty make float32: x.new_zeros takes the dtype of x"
+                if dtype != torch.float32
+                else "",
             )
-        _judge(expect, outcomes, sizes, numel, lambda o, i=inputs: _check_sum(expect, o, i))
+        _judge(expect, outcomes, sizes, numel, partial(_check_sum, expect, inputs=inputs))
 
 
+_PAD_FIRST = "x.chunk(n) gives n chunks of one size only where n divides the number of elements: pad x first"
+_CUT_AFTER = "the sum is flat and padded: cut it to x.numel(), then view it as x.shape"
 _PADDING = {
-    "list index out of range": "there are fewer chunks than ranks: x.chunk(n) gives n of them only where n divides the elements, so pad x first",
-    "tuple index out of range": "there are fewer chunks than ranks: x.chunk(n) gives n of them only where n divides the elements, so pad x first",
-    "must match the size of tensor": "the padding is still there: cut the result to x.numel()",
-    "output with shape": "the chunks have different sizes: x.chunk(n) cuts equal ones only where n divides the elements, so pad x first",
-    "is invalid for input of size": "the padding is still there: cut the result to x.numel()",
-    "died": "two ranks disagree on the size of a chunk: x.chunk(n) cuts unequal pieces unless n divides the elements, so pad x first",
+    "index out of range": _PAD_FIRST,
+    "output with shape": _PAD_FIRST,
+    "do not fit": _PAD_FIRST,
+    "died": _PAD_FIRST,
+    "must match the size of tensor": _CUT_AFTER,
+    "is invalid for input of size": _CUT_AFTER,
 }
 
 
-def _check_sum(expect, outcome: Outcome, inputs: list[Tensor]) -> None:
+def _check_sum(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
     n, own = len(inputs), inputs[outcome.rank]
     total, numel = sum(inputs), own.numel()
     in_chunks = numel // n * n
@@ -460,6 +497,7 @@ def _check_sum(expect, outcome: Outcome, inputs: list[Tensor]) -> None:
         mistakes={
             unchanged: own,
             f"summed are only the first {in_chunks} elements: numel // world_size drops the remainder, so pad x first": cut,
+            "the sum was added to x, which is in it already: copy it": own + total,
             "divided by world_size: the sum is asked for, not the mean": total / n,
         },
     )
@@ -484,17 +522,16 @@ def all_reduce_time(rng):
     gigabytes = billions * itemsize
     sent = 2 * gigabytes * (n - 1) / n
     ms = sent / bandwidth * 1000
+    whole = gigabytes / bandwidth * 1000  # the time to send all gradients once
     half = "one of the two trips is missing: a reduce-scatter and an all-gather"
     if itemsize == 4:
         half += " (or the bytes of a 16-bit gradient were taken)"
     mistakes = {
         half: ms / 2,
-        "a rank does not send its own chunk: each trip sends (N − 1)/N of the tensor": 2 * gigabytes / bandwidth * 1000,
-        "one trip is missing, and a rank does not send its own chunk: each trip sends (N − 1)/N": gigabytes / bandwidth * 1000,
-        "(N − 1) times the gradient is what the naive ways send: in a ring a rank sends N − 1 chunks, not N − 1 tensors": (
-            gigabytes * (n - 1) / bandwidth * 1000
-        ),
-        "in a ring a rank sends 2(N − 1) chunks, not 2(N − 1) tensors": 2 * gigabytes * (n - 1) / bandwidth * 1000,
+        "a rank does not send its own chunk: each trip sends (N − 1)/N of the tensor": 2 * whole,
+        "one trip is missing, and a rank does not send its own chunk: each trip sends (N − 1)/N": whole,
+        "the naive ways send N − 1 tensors; in a ring a rank sends N − 1 chunks on each trip": (n - 1) * whole,
+        "in a ring a rank sends 2(N − 1) chunks, not 2(N − 1) tensors": 2 * (n - 1) * whole,
         f"elements were counted instead of bytes: {dtype} has {itemsize} bytes": ms / itemsize,
         f"that is twice too much: {dtype} has {itemsize} bytes, and there are two trips": ms * 2,
         "that is in seconds": ms / 1000,
@@ -550,17 +587,11 @@ def find_the_bug(mended, expect):
         outcomes = expect.run(_call_on_wire, world_size, mended, make, causes=_RIGHT_TURNING)
         inputs = [make(rank) for rank in range(world_size)]
         sizes = [numel // world_size] * (2 * (world_size - 1))
-        for outcome in outcomes:
-            _check_calls(expect, outcome, sizes)
-        for outcome in outcomes:
-            _check_mean(expect, outcome, inputs)
-        for outcome in outcomes:
-            _check_sizes(expect, outcome, sizes, numel)
+        _judge(expect, outcomes, sizes, numel, partial(_check_mean, expect, inputs=inputs), to_left=False)
 
 
 _RIGHT_TURNING = {
     "deadlock": "the two ends no longer agree: in each step a rank sends to the right and receives from the left, one chunk each",
-    "index out of range": "a chunk number runs past the last chunk: take it modulo n",
 }
 
 
@@ -569,19 +600,18 @@ def _threes(rank: int, numel: int) -> Tensor:
     return torch.full((numel,), 3 * 10.0**rank)
 
 
-def _check_mean(expect, outcome: Outcome, inputs: list[Tensor]) -> None:
-    n = len(inputs)
-    total = sum(inputs)
-    one_short = total.clone()
+def _check_mean(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
+    n, total = len(inputs), sum(inputs)
+    one_short = total.clone()  # on three ranks: chunk k lacks what rank k + 1 brings, where its trip begins
     for k, chunk in enumerate(one_short.chunk(n)):
-        chunk.sub_(inputs[(k + 1) % n].chunk(n)[k] * (n > 2))
+        chunk -= inputs[(k + 1) % n].chunk(n)[k]
     expect.equal(
         outcome.value["x"],
         total / n,
         of=f"x on rank {outcome.rank}",
         rule="x becomes the mean over all ranks",
         mistakes={
-            "a rank's contribution is still missing: a chunk's second hop must carry the sum of two ranks": one_short / n,
+            "a rank is still missing: a chunk's second hop must carry the sum of two ranks": one_short / n,
             "the sum is no longer divided by world_size": total,
             "x is as it came": inputs[outcome.rank],
         },

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import minizero as mz
 from minizero.course import Finding, Question, bug, exercise, number
 from minizero.course.expect import Expect, Outcome, show
+from minizero.parts import calls
 
 # --- 1. everyone starts as rank 0 -------------------------------------------------------------------
 
@@ -562,45 +562,71 @@ def _local_gradients(rank: int, losses: Sequence[tuple[int, str, float]]) -> lis
     return _gradients(model)
 
 
-class _Probe:
-    """Notes, at each gradient and before the answer's own hook sees it, how many collectives have been issued."""
+class _Watch:
+    """One step of this rank: its collectives, and how many of them were issued when a gradient arrived.
 
-    def __init__(self, model: _Branches):
-        self.seen: list[tuple[str, int]] = []
-        self.traffic = None
+    Its hooks are registered first, so a gradient is noted before the answer's own hook sees it.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.begin()
         for name, param in model.named_parameters():
-            param.register_post_accumulate_grad_hook(lambda _, name=name: self.seen.append((name, len(self.traffic.ops))))
+            param.register_post_accumulate_grad_hook(lambda _, name=name: self.seen.append((name, len(self.calls))))
+
+    def begin(self) -> None:
+        self.calls: list[calls.Call] = []
+        self.seen: list[tuple[str, int]] = []
+
+    def backward_ended(self) -> None:
+        self._in_backward, self._ended = len(self.calls), time.perf_counter()
+
+    def report(self) -> dict:
+        return {
+            "seen": self.seen,
+            "issued": self._in_backward,
+            "sent": [call.numel for call in self.calls],
+            "kinds": sorted({call.op for call in self.calls}),
+            "waited in backward": sum(call.end is not None and call.end <= self._ended for call in self.calls),
+            "synchronous": any(call.sync for call in self.calls),
+            "not waited for": sum(call.end is None for call in self.calls),
+        }
+
+    def __enter__(self) -> _Watch:
+        calls.listeners.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        calls.listeners.remove(self)
+
+    # What calls.listeners are told.
+
+    def issued(self, call: calls.Call) -> None:
+        self.calls.append(call)
+
+    def waiting(self, call: calls.Call) -> None:
+        pass
+
+    def done(self, call: calls.Call) -> None:
+        pass
 
 
-def _backwards(rank, answer, uses, passes):
-    """`passes` times: one backward and finish(). `uses`: the branches that each rank uses, in forward's order."""
+def _backwards(rank, answer, uses, rounds):
+    """`rounds` times one backward and finish(). `uses`: the branches that each rank uses, in forward's order."""
     model = _Branches()
     start = copy.deepcopy(model.state_dict())
-    probe = _Probe(model)
-    engine = answer(model, model.buckets())
-    rounds = []
-    for batch in range(passes):
-        model.zero_grad()
-        probe.seen.clear()
-        with mz.record_traffic() as traffic:
-            probe.traffic = traffic
+    results = []
+    with _Watch(model) as watch:
+        engine = answer(model, model.buckets())
+        for batch in range(rounds):
+            model.zero_grad()
+            watch.begin()
             _loss(model, rank, batch, uses[rank]).backward()
-            ended, issued = time.perf_counter(), len(traffic.ops)
+            watch.backward_ended()
             engine.finish()
-        rounds.append(
-            {
-                "local": _local_gradients(rank, [(batch, uses[rank], 1.0)]),
-                "grads": _gradients(model),
-                "seen": list(probe.seen),
-                "issued": issued,
-                "sent": [op.numel for op in traffic.ops],
-                "kinds": sorted({op.op for op in traffic.ops}),
-                "waited in backward": sum(op.end is not None and op.end <= ended for op in traffic.ops),
-                "not waited for": sum(op.end is None for op in traffic.ops),
-                "moved": any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items()),
-            }
-        )
-    return rounds
+            moved = any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+            local = _local_gradients(rank, [(batch, uses[rank], 1.0)])
+            results.append({"local": local, "grads": _gradients(model), "moved": moved} | watch.report())
+    return results
 
 
 _OVERLAP_CAUSES = {
@@ -667,7 +693,7 @@ def _overlapped(answer, expect: Expect, text: str, world_size: int, uses: Sequen
                 not this["waited in backward"], "no wait before backward is over",
                 "all works still open", f"{this['waited in backward']} of {len(this['sent'])} are complete when rank {outcome.rank}'s backward ends",
                 "backward stands still while the bytes travel: nothing overlaps",
-                "a wait() in the hook, or an all_reduce without async_op=True",
+                "all_reduce returns when it is complete, unless it is given async_op=True" if this["synchronous"] else "there is a wait() in the hook",
             )  # fmt: skip
 
 
@@ -732,41 +758,31 @@ def _left_in_time(rank: int, this: dict) -> None:
 # --- 6. accumulation ---------------------------------------------------------------------------------
 
 
-def _accumulations(rank, answer, uses, rounds, raising):
-    """`rounds` steps, each of len(uses) micro-batches, all but the last inside no_sync(). `uses`: branches in each."""
+def _accumulations(rank, answer, uses, steps, raising):
+    """`steps` steps, each of len(uses) micro-batches, all but the last inside no_sync(). `uses`: the branches in each."""
     model = _Branches()
-    engine = answer(model, model.buckets())
-    steps = []
-    for step in range(rounds):
-        model.zero_grad()
-        if raising:
-            with suppress(ZeroDivisionError), engine.no_sync():
-                raise ZeroDivisionError
-        losses = [(10 * step + i, use, 1 / len(uses)) for i, use in enumerate(uses)]
-        inside = []
-        with mz.record_traffic() as traffic:
+    results = []
+    with _Watch(model) as watch:
+        engine = answer(model, model.buckets())
+        for step in range(steps):
+            model.zero_grad()
+            if raising:
+                with suppress(ZeroDivisionError), engine.no_sync():
+                    raise ZeroDivisionError
+            losses = [(10 * step + i, use, 1 / len(uses)) for i, use in enumerate(uses)]
+            watch.begin()
             for batch, use, factor in losses[:-1]:
                 with engine.no_sync():
                     (_loss(model, rank, batch, use) * factor).backward()
-                inside.append(len(traffic.ops))
+            inside = len(watch.calls)
             batch, use, factor = losses[-1]
             (_loss(model, rank, batch, use) * factor).backward()
-            ended, issued = time.perf_counter(), len(traffic.ops)
+            watch.backward_ended()
             engine.finish()
-        steps.append(
-            {
-                "local": _local_gradients(rank, losses),
-                "last": _local_gradients(rank, losses[-1:]),
-                "before": _local_gradients(rank, losses[:-1]),
-                "grads": _gradients(model),
-                "inside": inside,
-                "issued": issued,
-                "sent": [op.numel for op in traffic.ops],
-                "kinds": sorted({op.op for op in traffic.ops}),
-                "waited in backward": sum(op.end is not None and op.end <= ended for op in traffic.ops),
-            }
-        )
-    return steps
+            local = {"local": losses, "last": losses[-1:], "before": losses[:-1]}
+            local = {name: _local_gradients(rank, some) for name, some in local.items()}
+            results.append({"inside": inside, "grads": _gradients(model)} | local | watch.report())
+    return results
 
 
 @exercise(
@@ -799,8 +815,8 @@ def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[
         for outcome in outcomes:
             this = outcome.value[step]
             expect.that(
-                not any(this["inside"]), "inside no_sync() nothing is sent", "0 collectives",
-                f"{max(this['inside'], default=0)} after {len(this['inside'])} backwards inside no_sync() on rank {outcome.rank}",
+                this["inside"] == 0, "inside no_sync() nothing is sent", "0 collectives",
+                f"{this['inside']} after {len(uses) - 1} backwards inside no_sync() on rank {outcome.rank}",
                 f"a step of G micro-batches sends up to G times as much: {show(sum(this['sent']))} elements here, {sum(_NUMELS)} would do",
                 "the hook does not look at the switch, so every micro-batch is reduced",
             )  # fmt: skip

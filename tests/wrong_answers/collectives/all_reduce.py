@@ -69,7 +69,7 @@ def pads_in_float32(x):
     x.copy_(all_gather(reduce_scatter(padded))[: x.numel()].view(x.shape))
 
 
-@wrong("the padding is still there")
+@wrong("cut it to x.numel()")
 def keeps_the_padding(x):
     """Copies the padded sum back."""
     n = dist.get_world_size()

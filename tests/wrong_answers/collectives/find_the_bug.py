@@ -65,6 +65,8 @@ wrong("brings that chunk to all others unchanged", "c", as_it_was, mistake="expe
 wrong("the chunk numbers of both ends agree", "a", as_it_was, mistake="expects a hang")
 wrong("nothing depends on timing", "e", as_it_was, mistake="expects a race")
 wrong("must carry the sum of two ranks", "d", as_it_was, mistake="says what one measures, and mends nothing")
-wrong("whole tensors of 2 elements travel", "d", everything_to_everyone, mistake="mends it by passing whole tensors round")
+wrong(
+    "whole tensors of 2 elements travel", "d", everything_to_everyone, mistake="mends it by passing whole tensors round"
+)
 wrong("no longer divided", "d", without_the_copy_or_the_mean, mistake="drops the division together with the copy")
 wrong("all_reduce does for you", "d", the_library_call, mistake="calls dist.all_reduce")

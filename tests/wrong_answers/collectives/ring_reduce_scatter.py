@@ -89,7 +89,10 @@ def direct(x):
     arriving = torch.empty_like(chunks[0])
     total = chunks[rank].clone()
     for distance in range(1, n):
-        works = dist.isend(chunks[(rank + distance) % n], (rank + distance) % n), dist.irecv(arriving, (rank - distance) % n)
+        works = (
+            dist.isend(chunks[(rank + distance) % n], (rank + distance) % n),
+            dist.irecv(arriving, (rank - distance) % n),
+        )
         for work in works:
             work.wait()
         total += arriving

@@ -1,0 +1,89 @@
+"""Wrong answers to ddp.average."""
+
+import torch
+import torch.distributed as dist
+from wrong_answers import wrong
+
+
+@wrong("the sum over the ranks is not divided")
+def summed(model):
+    """Forgets the division."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+
+
+@wrong("it is divided twice by world_size")
+def divided_twice(model):
+    """Divides before and after."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad /= dist.get_world_size()
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+@wrong("the parameter itself is averaged")
+def weights_averaged(model):
+    """Averages .data, which is the weight, not the gradient."""
+    for param in model.parameters():
+        dist.all_reduce(param.data)
+        param.data /= dist.get_world_size()
+
+
+@wrong("let it send zeros")
+def skips_none(model):
+    """A rank without a gradient does not take part, and the others wait."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+@wrong("every parameter is given a gradient, also where requires_grad is False")
+def frozen_too(model):
+    """Gives frozen parameters a gradient of zeros."""
+    for param in model.parameters():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+
+
+@wrong("the mean is not written back")
+def not_written_back(model):
+    """Averages a copy."""
+    for param in model.parameters():
+        if param.requires_grad:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+
+
+@wrong("it is divided by 2, whatever world_size is")
+def always_2(model):
+    """Divides by 2, as in the examples."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad /= 2
+
+
+@wrong("put into .grad where there was none")
+def none_stays_none(model):
+    """Takes part with zeros, but leaves .grad None."""
+    for param in model.parameters():
+        if param.requires_grad:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+
+
+@wrong("param.grad is None where the parameter is frozen")
+def no_care(model):
+    """The loop of the lesson: it knows neither frozen nor unused parameters."""
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()

@@ -1,0 +1,80 @@
+"""Wrong answers to ddp.broadcast."""
+
+import torch
+import torch.distributed as dist
+from wrong_answers import wrong
+
+
+@wrong("only trainable parameters are broadcast")
+def only_trainable(model):
+    """Skips frozen parameters, which then differ from rank to rank for ever."""
+    for param in model.parameters():
+        if param.requires_grad:
+            dist.broadcast(param.data, src=0)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+@wrong("model.parameters() has no buffers in it")
+def no_buffers(model):
+    """Forgets the buffers."""
+    for param in model.parameters():
+        dist.broadcast(param.data, src=0)
+
+
+@wrong("state_dict() leaves this buffer out")
+def what_is_saved(model):
+    """Broadcasts the state dict: buffers that are not saved are missing in it."""
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+
+
+@wrong("a tied weight is sent under both of its names")
+def every_name(model):
+    """Goes by name and meets the tied weight twice."""
+    for _, param in model.named_parameters(remove_duplicate=False):
+        dist.broadcast(param.data, src=0)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+@wrong("the ranks' values are averaged")
+def averaged(model):
+    """Averages the starts instead of taking rank 0's."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.all_reduce(tensor.data)
+        tensor.data.copy_(tensor.data / dist.get_world_size())
+
+
+@wrong("the source is rank 0, and every rank has to say so")
+def own_source(model):
+    """Every rank names itself as the source."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, src=dist.get_rank())
+
+
+@wrong("a broadcast is a call of all ranks")
+def only_rank_0_calls(model):
+    """Rank 0 broadcasts, and nobody listens."""
+    if dist.get_rank() == 0:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)
+
+
+@wrong("is a copy broadcast")
+def into_a_copy(model):
+    """Receives into a copy."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach().clone(), src=0)
+
+
+@wrong("overwrite its values instead")
+def new_parameters(model):
+    """Puts new parameters into the model: the optimizer goes on with the old ones."""
+    for name, param in list(model.named_parameters()):
+        module = model.get_submodule(name.rpartition(".")[0])
+        received = param.detach().clone()
+        dist.broadcast(received, src=0)
+        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(received))
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)

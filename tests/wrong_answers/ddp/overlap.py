@@ -1,0 +1,173 @@
+"""Wrong answers to ddp.overlap: a right one, and what people change in it."""
+
+import torch
+import torch.distributed as dist
+from wrong_answers import wrong
+
+
+class Right:
+    def __init__(self, model, buckets):
+        self.buckets, self.arrived, self.in_flight = buckets, set(), []
+        for bucket in buckets:
+            for param in bucket:
+                param.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def on_gradient(self, param):
+        self.arrived.add(param)
+        while len(self.in_flight) < len(self.buckets) and self.arrived.issuperset(self.buckets[len(self.in_flight)]):
+            self.launch(self.buckets[len(self.in_flight)])
+
+    def launch(self, bucket):
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
+        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+
+    def finish(self):
+        for bucket in self.buckets[len(self.in_flight) :]:
+            self.launch(bucket)
+        for work, flat, bucket in self.in_flight:
+            work.wait()
+            self.hand_out(bucket, flat / dist.get_world_size())
+        self.arrived, self.in_flight = set(), []
+
+    def hand_out(self, bucket, flat):
+        for param, mean in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
+            param.grad = mean.view_as(param)
+
+
+@wrong("there is a wait() in the hook")
+class WaitsInTheHook(Right):
+    """Launches asynchronously and waits at once, in the hook."""
+
+    def launch(self, bucket):
+        super().launch(bucket)
+        self.in_flight[-1][0].wait()
+
+
+@wrong("all_reduce returns when it is complete, unless it is given async_op=True")
+class Synchronous(Right):
+    """Forgets async_op=True."""
+
+    def launch(self, bucket):
+        class Done:
+            def wait(self):
+                pass
+
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
+        dist.all_reduce(flat)
+        self.in_flight.append((Done(), flat, bucket))
+
+
+@wrong("everything is launched in finish()")
+class AllAtTheEnd(Right):
+    """Hooks that do nothing."""
+
+    def on_gradient(self, param):
+        pass
+
+
+@wrong("the buckets wait for the last gradient of all")
+class AfterTheLastGradient(Right):
+    """Launches all buckets when the last gradient has arrived: in backward, and too late."""
+
+    def on_gradient(self, param):
+        self.arrived.add(param)
+        if len(self.arrived) == sum(map(len, self.buckets)):
+            for bucket in self.buckets:
+                self.launch(bucket)
+
+
+@wrong("the bucket that is full first is sent first")
+class ArrivalOrder(Right):
+    """Launches whichever bucket is full, in the order in which the gradients arrive."""
+
+    def on_gradient(self, param):
+        self.arrived.add(param)
+        bucket = next(bucket for bucket in self.buckets if any(param is member for member in bucket))
+        if self.arrived.issuperset(bucket):
+            self.launch(bucket)
+
+    def finish(self):
+        for bucket in self.buckets:
+            if not self.arrived.issuperset(bucket):
+                self.launch(bucket)
+        self.buckets = [bucket for _, _, bucket in self.in_flight]
+        super().finish()
+
+
+@wrong("its bucket never fills")
+class OnlyWhatIsFull(Right):
+    """Never launches a bucket with a parameter that was not used."""
+
+    def finish(self):
+        for work, flat, bucket in self.in_flight:
+            work.wait()
+            self.hand_out(bucket, flat / dist.get_world_size())
+        self.arrived, self.in_flight = set(), []
+
+
+@wrong("forget in finish() what has arrived")
+class NeverForgets(Right):
+    """Does not clear its state, so the second step launches nothing."""
+
+    def finish(self):
+        for bucket in self.buckets[len(self.in_flight) :]:
+            self.launch(bucket)
+        for work, flat, bucket in self.in_flight:
+            work.wait()
+            self.hand_out(bucket, flat / dist.get_world_size())
+
+
+@wrong("a bucket leaves before it is full")
+class StillArrived(Right):
+    """Clears what was launched, but not what has arrived: in the second step old gradients leave at once."""
+
+    def finish(self):
+        arrived = set(self.arrived)
+        super().finish()
+        self.arrived = arrived
+
+    def launch(self, bucket):
+        bucket_grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([grad.flatten() for grad in bucket_grads])
+        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+
+
+@wrong("the sum over the ranks is not divided")
+class Summed(Right):
+    """Forgets the division."""
+
+    def hand_out(self, bucket, flat):
+        super().hand_out(bucket, flat * dist.get_world_size())
+
+
+@wrong("each gradient is sent by itself")
+class OneByOne(Right):
+    """One message for each gradient."""
+
+    def __init__(self, model, buckets):
+        super().__init__(model, [[param] for bucket in buckets for param in bucket])
+
+
+@wrong("wait() is missing")
+class DoesNotWait(Right):
+    """Reads what is still under way."""
+
+    def finish(self):
+        for bucket in self.buckets[len(self.in_flight) :]:
+            self.launch(bucket)
+        for _, flat, bucket in self.in_flight:
+            self.hand_out(bucket, flat / dist.get_world_size())
+        self.arrived, self.in_flight = set(), []
+
+
+@wrong("the hook receives the parameter")
+class AveragesWeights(Right):
+    """Takes the hook's argument for the gradient."""
+
+    def launch(self, bucket):
+        flat = torch.cat([param.data.flatten() for param in bucket])
+        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+
+    def hand_out(self, bucket, flat):
+        for param, mean in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
+            param.data.copy_(mean.view_as(param) + 1)
