@@ -396,9 +396,9 @@ print("rank 0 after wait: ", late)
 ranks.close()
 
 # %% [markdown]
-# # Interview corner
+# ## Interview corner
 #
-# ## "What does an all-reduce send, and why does it hardly grow with the number of GPUs?"
+# ### "What does an all-reduce send, and why does it hardly grow with the number of GPUs?"
 #
 # **What they want to find out.** Whether you know the two halves, reduce-scatter and all-gather, or only the name of the call. Whoever knows the halves can derive what DDP, ZeRO and FSDP send.
 #
@@ -420,7 +420,7 @@ ranks.close()
 #
 # **From your own work.** Say what your last multi-GPU job all-reduced in a step: parameters × bytes × 2(N−1)/N. Without a GPU: the ring in this notebook is yours, it is twelve lines, and you have counted it on 2, 3 and 4 processes.
 #
-# ## "1.5 B parameters, fp16 gradients, 8 GPUs, each can send 25 GB/s. How long does the all-reduce take at least?"
+# ### "1.5 B parameters, fp16 gradients, 8 GPUs, each can send 25 GB/s. How long does the all-reduce take at least?"
 
 # %%
 bandwidth = 25e9  # bytes that one rank sends in a second
@@ -449,7 +449,7 @@ for n in (8, 64):
 #
 # **From your own work.** Take your model's gradient bytes and your link, say the bound, then the time you measured: `all_reduce_perf` of nccl-tests prints exactly this ratio as *bus bandwidth*. Without a GPU: time `dist.all_reduce` of 100 MB on two local ranks and divide 2(N−1)/N · 100 MB by it.
 #
-# ## "What can deadlock in distributed training, and how do you find it?"
+# ### "What can deadlock in distributed training, and how do you find it?"
 #
 # **What they want to find out.** Whether you have been there, and whether you look for the cause in an order that ends.
 #

@@ -223,3 +223,12 @@ def distance(a: list[Tensor], b: list[Tensor]) -> float:
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Equal bits."""
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def refusal(action: Callable, *args: object, **keywords: object) -> str | None:
+    """The error that `action` raises, as "Type: message"; None if it goes through."""
+    try:
+        action(*args, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

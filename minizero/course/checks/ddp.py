@@ -15,9 +15,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minizero.course import Finding, Question, bug, exercise, number
-from minizero.course.expect import Expect, Outcome, show
+from minizero.course.expect import Expect, Outcome, differ, show
 from minizero.parts import calls
 
 # --- 1. everyone starts as rank 0 -------------------------------------------------------------------
@@ -34,7 +35,7 @@ class _Start(nn.Module):
         if "buffers" in parts:
             self.register_buffer("running_mean", torch.tensor([6.0, 7.0]))
             self.register_buffer("batches", torch.tensor(8))
-        if "not saved" in parts:
+        if "unsaved" in parts:
             self.register_buffer("mask", torch.tensor([9.0]), persistent=False)
         if "tied" in parts:
             self.head = nn.Module()
@@ -67,19 +68,19 @@ _FORGOTTEN = {
 )
 def broadcast(answer, expect):
     """parameters, frozen ones too, and buffers on 2 and 3 ranks; the same tensors as before; at most one broadcast for each"""
+    kinds = {"": "one parameter", "frozen": "a frozen parameter", "buffers": "buffers", "unsaved": "a buffer that is not saved"}
     parts: list[str] = []
-    for part in ("", "frozen", "buffers", "not saved", "tied"):
+    for part, text in (kinds | {"tied": "a tied weight"}).items():
         parts.append(part)
-        _everyone_starts_as_rank_0(answer, expect, 2, parts, f"a model with {part}" if part else "one parameter")
-    _everyone_starts_as_rank_0(answer, expect, 3, parts, "all of it")
+        _everyone_starts_as_rank_0(answer, expect, 2, parts, text)
+    _everyone_starts_as_rank_0(answer, expect, 3, parts, "all of these")
 
 
 def _everyone_starts_as_rank_0(answer, expect: Expect, world_size: int, parts: list[str], text: str) -> None:
-    expect.case(text.replace("not saved", "a buffer that is not saved").replace("tied", "a tied weight"), world_size=world_size)
+    expect.case(text, world_size=world_size)
     causes = {
-        "src=": "the source is rank 0, and every rank has to say so",
-        "different collectives": "every rank calls the same broadcasts in the same order",
-        "deadlock": "a broadcast is a call of all ranks, not of rank 0 alone: is it inside an `if`?",
+        "src=1": "the source is rank 0, and every rank has to say so",
+        "deadlock": "a broadcast is a call of all ranks, in the same order, and not of rank 0 alone: is it inside an `if`?",
         "leaf variable": "autograd watches parameters: write to param.data, or under torch.no_grad()",
     }
     outcomes = expect.run(_started, world_size, answer, parts, causes=causes)
@@ -87,11 +88,14 @@ def _everyone_starts_as_rank_0(answer, expect: Expect, world_size: int, parts: l
     starts = [outcome.value["before"] for outcome in outcomes]
     for outcome in outcomes:
         rank, value = outcome.rank, outcome.value
-        expect.equal(
-            value["replaced"], [], of=f"what was replaced on rank {rank}",
-            rule="the model keeps its tensors: only their values change",
-            so="an optimizer that was built before still holds the old ones",
-            mistakes={"a parameter is replaced by a new one, or frozen or unfrozen: overwrite its values instead": value["replaced"]},
+        expect.that(
+            not value["replaced"], "the model keeps its tensors: only their values change",
+            "the same objects as before", f"another object as {', '.join(value['replaced'])} on rank {rank}",
+            "an optimizer that was built before still holds the old one", "a tensor is replaced: overwrite its values instead",
+        )  # fmt: skip
+        expect.that(
+            not value["refrozen"], "what was frozen stays frozen, and nothing else is",
+            got=f"requires_grad of {', '.join(value['refrozen'])} has changed on rank {rank}",
         )  # fmt: skip
         for name, want in first.items():
             others = [start[name] for start in starts]
@@ -132,8 +136,9 @@ def _started(rank, answer, parts):
     trainable = {name: tensor.requires_grad for name, tensor in tensors.items()}
     answer(model)
     now = model.tensors()
-    replaced = [name for name in tensors if now.get(name) is not tensors[name] or now[name].requires_grad != trainable[name]]
-    return {"before": before, "after": now, "replaced": replaced}
+    replaced = [name for name in tensors if now.get(name) is not tensors[name]]
+    refrozen = [name for name in tensors if tensors[name].requires_grad != trainable[name]]
+    return {"before": before, "after": now, "replaced": replaced, "refrozen": refrozen}
 
 
 # --- gradients that are made up, and what may have become of them ------------------------------------
@@ -150,7 +155,9 @@ def _numbers(shapes: Sequence[tuple], rank: int) -> list[Tensor]:
 
 
 def _parameters(shapes: Sequence[tuple], frozen: Sequence[int] = ()) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.full(shape, i + 0.5), requires_grad=i not in frozen) for i, shape in enumerate(shapes)]
+    """Parameters of these shapes. Their values differ from rank to rank: so it shows if they are averaged themselves."""
+    value = 0.5 + torch.distributed.get_rank()
+    return [nn.Parameter(torch.full(shape, value), requires_grad=i not in frozen) for i, shape in enumerate(shapes)]
 
 
 def _check_means(
@@ -213,9 +220,9 @@ def average(answer, expect):
     for world_size in (2, 3):
         expect.case("one parameter", world_size=world_size)
         _averaged(answer, expect, world_size, [(2,)])
-    expect.case("the parameter '0' is frozen", world_size=2)
+    expect.case("parameter 0 is frozen", world_size=2)
     _averaged(answer, expect, 2, [(1,), (2,)], frozen=(0,))
-    expect.case("rank 1 has no gradient for the parameter '1'", world_size=2)
+    expect.case("rank 1 has no gradient for parameter 1", world_size=2)
     _averaged(answer, expect, 2, [(2,), (3,), ()], missing={1: (1,)})
     for world_size in (2, 3):
         _check_three_steps(expect, world_size, lambda model: partial(answer, model), _AVERAGE_CAUSES)
@@ -228,10 +235,10 @@ def _averaged(answer, expect: Expect, world_size: int, shapes: list[tuple], froz
     for outcome in outcomes:
         expect.that(
             not outcome.value["moved"], "only gradients are averaged: the weights stay as they are",
-            got=f"on rank {outcome.rank} the parameter {outcome.value['moved'][:1]} has other values than before",
+            got=f"on rank {outcome.rank} parameter {', '.join(outcome.value['moved'])} has other values than before",
             cause="the parameter itself is averaged, not its .grad",
         )  # fmt: skip
-        _check_means(expect, outcome, outcome.value["grads"], local, [f"'{i}'" for i in range(len(shapes))])
+        _check_means(expect, outcome, outcome.value["grads"], local, [f"parameter {i}" for i in range(len(shapes))])
         expect.that(
             all(outcome.value["grads"][i] is None for i in frozen), "a frozen parameter has no gradient",
             ".grad is None", "zeros or a mean", "a frozen weight costs memory and bytes, and weight decay may move it",
@@ -314,14 +321,14 @@ def _three_steps(rank, averaging):
 def _check_three_steps(expect: Expect, world_size: int, averaging: Callable, causes: dict[str, str]) -> None:
     expect.case(f"{_STEPS} steps of SGD", world_size=world_size)
     for outcome in expect.run(_three_steps, world_size, averaging, causes=causes):
-        _check_weights(expect, outcome, world_size)
+        _check_weights(expect, outcome.rank, outcome.value, world_size, {})
 
 
-def _check_weights(expect: Expect, outcome: Outcome, world_size: int, mistakes: dict[str, Tensor] | None = None) -> None:
+def _check_weights(expect: Expect, rank: int, weights: Tensor, world_size: int, mistakes: dict[str, Tensor]) -> None:
     expect.equal(
-        outcome.value, _reference(world_size), of=f"rank {outcome.rank}'s weights, in a row",
+        weights, _reference(world_size), of=f"rank {rank}'s weights, in a row",
         rule=f"after {_STEPS} steps the weights are those of one process on the whole batch", so="this is another training run",
-        mistakes=(mistakes or {}) | _trained_otherwise(world_size, outcome.rank),
+        mistakes=mistakes | _trained_otherwise(world_size, rank),
     )  # fmt: skip
 
 
@@ -355,7 +362,7 @@ def partition(answer, expect):
     """reverse order; bytes, not elements; exact fits, oversized and frozen parameters; nothing lost, no bucket empty"""
     fp32 = torch.float32
     cases = [
-        ("", [1, 2, 3, 4], fp32, (), 20),
+        ("", [2, 1, 2, 1, 1], fp32, (), 12),
         ("a parameter larger than a bucket", [2, 10, 2], fp32, (), 16),
         ("only a parameter larger than a bucket", [10], fp32, (), 16),
         ("2 bytes an element", [2, 4, 4, 6], torch.bfloat16, (), 16),
@@ -448,29 +455,30 @@ def _indices(answer, sizes, dtype, frozen, bucket_bytes):
 )
 def buckets(answer, expect):
     """the mean on 2 and 3 ranks, awkward shapes, gradients missing on a rank or not contiguous; one all_reduce a bucket, in order"""
-    expect.case("one bucket", shapes=[(2,), (3,)], world_size=2)
-    _reduced(answer, expect, 2, [(2,), (3,)], [[1, 0]])
-    expect.case("two buckets", shapes=[(2, 2), (1,), (), (3, 1)], world_size=3)
-    _reduced(answer, expect, 3, [(2, 2), (1,), (), (3, 1)], [[3, 2], [1, 0]])
-    expect.case("rank 1 has no gradient for parameter 1", shapes=[(2,), (3,)], world_size=2)
-    _reduced(answer, expect, 2, [(2,), (3,)], [[1, 0]], missing={1: (1,)})
-    expect.case("the gradient of parameter 0 is transposed, so not contiguous", shapes=[(2, 3), (2,)], world_size=2)
-    _reduced(answer, expect, 2, [(2, 3), (2,)], [[1, 0]], transposed=(0,))
+    _reduced(answer, expect, "one bucket", 2, [(2,), (3,)], [[1, 0]])
+    _reduced(answer, expect, "two buckets", 3, [(2, 2), (1,), (), (3, 1)], [[3, 2], [1, 0]])
+    _reduced(answer, expect, "rank 1 has no gradient for parameter 1", 2, [(2,), (3,)], [[1, 0]], missing={1: (1,)})
+    _reduced(answer, expect, "a gradient that is not contiguous", 2, [(2, 3), (2,)], [[1, 0]], transposed=(0,))
 
 
-def _reduced(answer, expect: Expect, world_size: int, shapes, buckets, missing=None, transposed=()) -> None:
+def _reduced(answer, expect: Expect, text: str, world_size: int, shapes, buckets, missing=None, transposed=()) -> None:
+    expect.case(text, shapes=[list(shape) for shape in shapes], world_size=world_size)
+    unequal = "the ranks send different messages"
+    if missing:
+        unequal = "a rank without a gradient leaves it out of its message, which is then shorter than the others': it counts as zeros"
     causes = {
         "view size is not compatible": "a gradient need not be contiguous: flatten() or reshape(-1) copies where it must, view(-1) refuses",
         "NoneType": "param.grad is None where the parameter was not used on this rank: it counts as zeros",
-        "different collectives": "a rank without a gradient leaves it out of its message, which is then shorter than the others'",
-        "deadlock": _SKIPPED,
-        "received data size": "a rank without a gradient leaves it out of its message, which is then shorter than the others'",
+        "deadlock": unequal,
+        "different collectives": unequal,
+        "died": unequal,
     }
     outcomes = expect.run(_with_buckets, world_size, answer, shapes, buckets, missing or {}, transposed, causes=causes)
+    local = [outcome.value["local"] for outcome in outcomes]
     numels = [torch.Size(shape).numel() for shape in shapes]
     want = [sum(numels[i] for i in bucket) for bucket in buckets]
     for outcome in outcomes:
-        sent = [op.numel for op in outcome.ops]
+        sent, got = [op.numel for op in outcome.ops], outcome.value["grads"]
         if sent != want or set(outcome.count) != {"all_reduce"}:
             cause = {
                 len(shapes): "each gradient is sent by itself: put a bucket's gradients into one tensor first",
@@ -482,33 +490,27 @@ def _reduced(answer, expect: Expect, world_size: int, shapes, buckets, missing=N
                 "one all_reduce for each bucket, in the order of the list",
                 f"all_reduces of {want} elements", f"{show(outcome.count)}, of {sent} elements", cause=cause,
             )  # fmt: skip
-        extra = _from_the_wrong_place(world_size, outcomes, shapes, buckets)
-        _check_means(expect, outcome, outcome.value["grads"], [o.value["local"] for o in outcomes], [str(i) for i in range(len(shapes))], extra)
+        misplaced = _misplaced(local, shapes, buckets)
+        cause = next((cause for cause, wrong in misplaced.items() if differ(got, wrong, "", 1e-6) is None), None)
+        extra = [{cause: wrong} for wrong in misplaced[cause]] if cause else ()
+        _check_means(expect, outcome, got, local, [f"parameter {i}" for i in range(len(shapes))], extra)
 
 
-def _from_the_wrong_place(world_size: int, outcomes: list[Outcome], shapes, buckets) -> list[dict[str, Tensor]]:
-    """For each parameter, what it gets if the flat tensor is cut wrongly."""
-    wrong: list[dict[str, Tensor]] = [{} for _ in shapes]
+def _misplaced(local: list[list], shapes, buckets) -> dict[str, list[Tensor]]:
+    """What all gradients become if the flat tensor is cut wrongly."""
     zeros = [torch.zeros(shape) for shape in shapes]
+    from_start, other_order = list(zeros), list(zeros)
     for bucket in buckets:
-        flats = {}
-        for name, order in (("as it is", bucket), ("sorted", sorted(bucket))):
-            pieces = [
-                torch.cat([(zeros[i] if (grad := outcome.value["local"][i]) is None else grad).flatten() for i in order])
-                for outcome in outcomes
-            ]
-            flats[name] = torch.stack(pieces).sum(0) / world_size
-        start = 0
-        for i in bucket:
-            numel = zeros[i].numel()
-            wrong[i]["every parameter is cut from the start of the flat tensor: move on by numel each time"] = flats["as it is"][:numel].view(
-                shapes[i]
-            )
-            wrong[i]["the pieces are handed out in another order than they were put together"] = flats["sorted"][start : start + numel].view(
-                shapes[i]
-            )
-            start += numel
-    return wrong
+        flats = [torch.cat([(zeros[i] if grads[i] is None else grads[i]).flatten() for i in bucket]) for grads in local]
+        mean, start = torch.stack(flats).mean(0), 0
+        for i in reversed(bucket):
+            from_start[i] = mean[: zeros[i].numel()].view(shapes[i])
+            other_order[i] = mean[start : start + zeros[i].numel()].view(shapes[i])
+            start += zeros[i].numel()
+    return {
+        "every gradient is cut from the start of the flat tensor: move on by numel each time": from_start,
+        "the gradients are taken out in another order than they were put in": other_order,
+    }
 
 
 def _with_buckets(rank, answer, shapes, buckets, missing, transposed):
@@ -534,7 +536,7 @@ class _Branches(nn.Module):
             self.a, self.b, self.last = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(2, 1)
 
     def forward(self, x: Tensor, use: str) -> Tensor:
-        return self.last(sum(self.get_submodule(name)(x) for name in use))
+        return self.last(sum({"a": 1, "b": 2}[name] * self.get_submodule(name)(x) for name in use))
 
     def buckets(self) -> list[list[nn.Parameter]]:
         return [[*layer.parameters()][::-1] for layer in (self.last, self.b, self.a)]
@@ -630,9 +632,6 @@ def _backwards(rank, answer, uses, rounds):
 
 
 _OVERLAP_CAUSES = {
-    "different collectives": "the ranks launch their buckets in different orders: the order of the list has to hold, whichever is full first",
-    "received data size": "the ranks launch their buckets in different orders: the order of the list has to hold, whichever is full first",
-    "deadlock": "on a rank that did not use a layer its bucket never fills, and the others wait: finish() has to launch it",
     "NoneType": "finish() meets parameters without a gradient: they count as zeros",
     "has no attribute 'finish'": "the class needs a method finish()",
 }
@@ -652,10 +651,12 @@ _OVERLAP_CAUSES = {
 )
 def overlap(answer, expect):
     """each bucket leaves in the hook that fills it, in order, not waited for in backward; unused and reordered layers; 3 SGD steps against one process"""
-    _overlapped(answer, expect, "two backwards", 2, ("ab", "ab"))
-    _overlapped(answer, expect, "rank 1's gradients of a and b arrive in the other order", 2, ("ab", "ba"))
-    _overlapped(answer, expect, "rank 1 does not use b", 2, ("ab", "a"))
-    _overlapped(answer, expect, "two backwards", 3, ("ab", "ab", "ab"))
+    order = "the ranks launch their buckets in different orders: that of the list has to hold, whichever is full first"
+    unused = "on a rank that did not use b its bucket never fills, and the other rank waits for it: finish() has to launch it"
+    _overlapped(answer, expect, "two backwards", 2, ("ab", "ab"), "the ranks issue different collectives")
+    _overlapped(answer, expect, "rank 1's gradients of a and b arrive in the other order", 2, ("ab", "ba"), order)
+    _overlapped(answer, expect, "rank 1 does not use b", 2, ("ab", "a"), unused)
+    _overlapped(answer, expect, "two backwards", 3, ("ab", "ab", "ab"), order)
     for world_size in (2, 3):
         _check_three_steps(expect, world_size, partial(_overlapping, answer), _OVERLAP_CAUSES)
 
@@ -665,9 +666,11 @@ def _overlapping(answer, model):
     return answer(model, [backwards[:2], backwards[2:]]).finish
 
 
-def _overlapped(answer, expect: Expect, text: str, world_size: int, uses: Sequence[str]) -> None:
+def _overlapped(answer, expect: Expect, text: str, world_size: int, uses: Sequence[str], unequal: str) -> None:
+    """`unequal`: why the ranks' collectives may not pair up here."""
     expect.case(text, world_size=world_size)
-    outcomes = expect.run(_backwards, world_size, answer, uses, 2, causes=_OVERLAP_CAUSES)
+    causes = _OVERLAP_CAUSES | {"deadlock": unequal, "different collectives": unequal, "died": unequal}
+    outcomes = expect.run(_backwards, world_size, answer, uses, 2, causes=causes)
     for i in range(2):
         expect.case(f"{text}, backward {i + 1}", world_size=world_size)
         rounds = [outcome.value[i] for outcome in outcomes]
@@ -685,7 +688,9 @@ def _overlapped(answer, expect: Expect, text: str, world_size: int, uses: Sequen
                 got=f"rank {outcome.rank}'s weights have other values after backward and finish()",
                 cause="the hook receives the parameter: what is to be averaged is its .grad",
             )  # fmt: skip
-            extra = _crossed(local, outcome.rank) if set(uses) == {"ab", "ba"} else ()
+            extra = _crossed(local, outcome.rank) if set(uses) == {"ab", "ba"} else [{} for _ in _NAMES]
+            early = "the bucket leaves before this gradient is there" + ": forget in finish() what has arrived" * i
+            extra = [wrong | {early: torch.zeros_like(grad)} for wrong, grad in zip(extra, local[0], strict=True)]
             _check_means(expect, outcome, this["grads"], local, _NAMES, extra)
         for outcome, this in zip(outcomes, rounds, strict=True):
             _left_in_time(outcome.rank, this)
@@ -715,8 +720,12 @@ def _sent_in_buckets(rank: int, this: dict, first: bool) -> None:
         cause = "the second backward goes on counting where the first one ended: forget in finish() what has arrived and what was launched"
     raise Finding(
         "one all_reduce for each bucket, in the order of the list", f"all_reduces of {_NUMELS} elements",
-        f"{', '.join(this['kinds']) or 'nothing'} of {sent} elements on rank {rank}", cause=cause,
+        _told(this, rank), cause=cause,
     )  # fmt: skip
+
+
+def _told(this: dict, rank: int) -> str:
+    return f"{', '.join(this['kinds'])} of {this['sent']} elements on rank {rank}" if this["sent"] else f"none on rank {rank}"
 
 
 def _crossed(local: list[list], rank: int) -> list[dict[str, Tensor]]:
@@ -749,7 +758,7 @@ def _left_in_time(rank: int, this: dict) -> None:
                 cause = "a bucket leaves before it is full, or before those ahead of it have left"
             raise Finding(
                 "a bucket leaves in the hook of its last gradient, if all ahead of it have left",
-                f"{when}, {full} all_reduces are issued", f"{issued} on rank {rank}",
+                f"{when}, {full} of {len(_BUCKETS)} buckets are on their way", f"{issued} on rank {rank}",
                 "bytes that could travel during backward travel after it" if issued < full else "", cause,
             )  # fmt: skip
         arrived.add(name)
@@ -808,7 +817,7 @@ def accumulate(answer, expect):
 
 def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[str], raising: bool = False) -> None:
     expect.case(text, world_size=world_size)
-    causes = {"has no attribute 'no_sync'": "the class needs a method no_sync()"} | _OVERLAP_CAUSES
+    causes = _OVERLAP_CAUSES | {"has no attribute 'no_sync'": "the class needs a method no_sync()"}
     outcomes = expect.run(_accumulations, world_size, answer, uses, 2, raising, causes=causes)
     for step in range(2):
         expect.case(f"{text}, step {step + 1}", world_size=world_size)
@@ -820,14 +829,14 @@ def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[
                 f"a step of G micro-batches sends up to G times as much: {show(sum(this['sent']))} elements here, {sum(_NUMELS)} would do",
                 "the hook does not look at the switch, so every micro-batch is reduced",
             )  # fmt: skip
-            nothing = "reduction stays off: is the switch turned on again when the with block ends"
-            cause = ""
+            cause = "a bucket is sent more than once in a step" if len(this["sent"]) > len(_NUMELS) else ""
             if not this["sent"]:
-                cause = nothing + (", also after an exception (try … finally)?" if raising else "?")
+                cause = "reduction stays off: is the switch turned on again when the with block ends"
+                cause += ", also after an exception (try … finally)?" if raising else "?"
             expect.that(
                 this["sent"] == _NUMELS and this["kinds"] == ["all_reduce"], "then one all_reduce for each bucket",
-                f"all_reduces of {_NUMELS} elements", f"{', '.join(this['kinds']) or 'nothing'} of {this['sent']} elements on rank {outcome.rank}",
-                cause=cause or ("a bucket is sent more than once in a step" if len(this["sent"]) > len(_NUMELS) else ""),
+                f"all_reduces of {_NUMELS} elements", _told(this, outcome.rank),
+                cause=cause,
             )  # fmt: skip
         for outcome in outcomes:
             values = [each.value[step] for each in outcomes]
@@ -836,9 +845,9 @@ def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[
         for outcome in outcomes:
             this = outcome.value[step]
             if all(use == "ab" for use in uses):
-                cause = "everything is launched in finish()"
+                cause = "the hooks stay quiet, and finish() launches everything: is the switch turned on again?"
                 if raising:
-                    cause = "reduction stays off after the exception: turn it on again in a finally"
+                    cause = "the hooks stay quiet after the exception: turn the switch on again in a finally"
                 expect.that(
                     this["issued"] == len(_NUMELS), "the last backward, outside no_sync(), reduces from its hooks",
                     f"{len(_NUMELS)} all_reduces issued when it ends", f"{this['issued']} on rank {outcome.rank}",
@@ -928,16 +937,20 @@ def find_the_bug(mended, expect):
     """what one would measure; the mended loop on 2 and 3 ranks against one process; one all_reduce for each gradient"""
     trainable = [param.numel() for param in _awkward_model().parameters() if param.requires_grad]
     for world_size in (2, 3):
-        expect.case("3 steps of SGD", world_size=world_size)
+        expect.case(f"{_STEPS} steps of SGD", world_size=world_size)
         outcomes = expect.run(_mended_run, world_size, mended, causes={"NoneType": "a frozen parameter has no gradient"})
-        averaged_late = _weights_averaged(world_size, after_step=True)
-        averaged_early = _weights_averaged(world_size, after_step=False)
+        early = _averaged_in_backward(world_size)
         for outcome in outcomes:
-            mistakes = {
-                "the weights are still averaged during backward, not the gradients": averaged_early[outcome.rank],
-                "the weights are averaged after the step: that hides the symptom, and the gradients were still local": averaged_late[outcome.rank],
-            }
-            _check_weights(expect, outcome, world_size, mistakes)
+            rank, (weights, grads) = outcome.rank, outcome.value
+            mistake = {"the weights are still averaged during backward, not the gradients": early[rank]}
+            _check_weights(expect, rank, weights, world_size, mistake)
+            for step, (own, first) in enumerate(zip(grads, outcomes[0].value[1], strict=True), start=1):
+                expect.that(
+                    differ(own, first, "", 1e-6) is None,
+                    "when step() runs, the ranks hold the same gradients", got=f"rank {rank}'s differ from rank 0's in step {step}",
+                    so="with Adam the ranks' moments differ for ever: only plain SGD forgives it",
+                    cause="the weights are averaged after the step: that hides the symptom",
+                )  # fmt: skip
             sent = [op.numel for op in outcome.ops]
             expect.that(
                 set(outcome.count) == {"all_reduce"} and sorted(sent) == sorted(trainable * _STEPS),
@@ -949,28 +962,30 @@ def find_the_bug(mended, expect):
 
 def _mended_run(rank, train):
     model = _awkward_model()
-    train(model, _batches(torch.distributed.get_world_size(), rank), _LR)
-    return _weights(model)
+    grads: list[list[Tensor]] = []
+
+    def look(*_: object) -> None:
+        grads.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        train(model, _batches(torch.distributed.get_world_size(), rank), _LR)
+    finally:
+        handle.remove()
+    return _weights(model), grads
 
 
-def _weights_averaged(world_size: int, after_step: bool) -> list[Tensor]:
-    """Every rank steps with its own gradients; the ranks' weights are averaged after the step, or before it."""
+def _averaged_in_backward(world_size: int) -> list[Tensor]:
+    """Each rank's weights if the weights are averaged in each backward, and every rank steps with its own gradients."""
     models = [_awkward_model() for _ in range(world_size)]
     optimizers = [torch.optim.SGD(model.parameters(), _LR) for model in models]
-
-    def average():
-        mean = torch.stack([_weights(model) for model in models]).mean(0)
-        for model in models:
-            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
-
     for step in range(_STEPS):
         for rank, model in enumerate(models):
-            F.mse_loss(model(_batches(world_size, rank)[step][0]), _batches(world_size, rank)[step][1]).backward()
-        if not after_step:
-            average()
-        for optimizer in optimizers:
+            x, y = _batches(world_size, rank)[step]
+            F.mse_loss(model(x), y).backward()
+        mean = torch.stack([_weights(model) for model in models]).mean(0)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
             optimizer.step()
             optimizer.zero_grad()
-        if after_step:
-            average()
     return [_weights(model) for model in models]

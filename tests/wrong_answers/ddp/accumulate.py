@@ -70,7 +70,7 @@ class OffAfterAnException(Right):
             super().finish()
 
 
-@wrong("reduction stays off after the exception")
+@wrong("the hooks stay quiet after the exception")
 class QuietAfterAnException(Right):
     """Without finally, the hooks stay silent: finish() still reduces, and nothing overlaps any more."""
 
@@ -81,7 +81,7 @@ class QuietAfterAnException(Right):
         self.sync = True
 
 
-@wrong("everything is launched in finish()")
+@wrong("is the switch turned on again")
 class NeverOnAgain(Right):
     """The switch is turned off once and stays off."""
 

@@ -34,7 +34,7 @@ def never_moves_on(buckets):
             param.grad.copy_(flat[: param.numel()].view_as(param))
 
 
-@wrong("handed out in another order than they were put together")
+@wrong("taken out in another order than they were put in")
 def other_order(buckets):
     """Packs in the bucket's order and unpacks in reverse."""
     for bucket in buckets:

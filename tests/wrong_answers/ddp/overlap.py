@@ -117,7 +117,7 @@ class NeverForgets(Right):
             self.hand_out(bucket, flat / dist.get_world_size())
 
 
-@wrong("a bucket leaves before it is full")
+@wrong("the bucket leaves before this gradient is there: forget in finish() what has arrived")
 class StillArrived(Right):
     """Clears what was launched, but not what has arrived: in the second step old gradients leave at once."""
 
@@ -125,11 +125,6 @@ class StillArrived(Right):
         arrived = set(self.arrived)
         super().finish()
         self.arrived = arrived
-
-    def launch(self, bucket):
-        bucket_grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([grad.flatten() for grad in bucket_grads])
-        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))
 
 
 @wrong("the sum over the ranks is not divided")
