@@ -42,14 +42,14 @@ def children(pid=None):
         started = psutil.Process(pid or os.getpid()).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    return [process for process in started if not _is_over(process) and "resource_tracker" not in _command(process)]
+    return [process for process in started if alive(process) and "resource_tracker" not in _command(process)]
 
 
-def _is_over(process):
+def alive(process):
     try:
-        return process.status() == psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return True
+        return False
 
 
 def _command(process):

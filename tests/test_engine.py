@@ -269,7 +269,7 @@ def test_a_parameter_frozen_later_stays_as_it_is_and_never_differs_between_ranks
 
 
 def as_a_module(rank, engine_type):
-    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
+    model = mlp(3, 2).append(nn.Dropout(0.5))
     engine = engine_type(model, sgd(model))
     modes = [engine.eval().module.training, model[1].training, engine.train().module.training]
     deep = refusal(copy.deepcopy, engine), refusal(copy.copy, engine), refusal(pickle.dumps, engine), refusal(torch.save, engine, io.BytesIO())
