@@ -4,7 +4,7 @@
 # The ring of the lesson turns to the right. Here you build one that turns to the **left**: every rank sends to rank (r−1) mod N and receives from rank (r+1) mod N. Wires carry both directions
 # at once, and NCCL runs rings both ways for that reason.
 #
-# The checks give rank r the values 10^r · (1, 2, 3, …). On three ranks a complete sum reads 111, 222, 333, …; 101 lacks rank 1. To try a function yourself before you check it:
+# The checks give rank r the values 10ʳ · (1, 2, 3, …). On three ranks a complete sum reads 111, 222, 333, …; 101 lacks rank 1. To try a function yourself before you check it:
 #
 # ```python
 # mz.launch(lambda rank: ring_reduce_scatter(torch.tensor([1.0, 2.0, 3.0]) * 10**rank), 3)

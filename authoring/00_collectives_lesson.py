@@ -5,7 +5,7 @@
 # which piece of that sum, and when. Two moves do all of it: **reduce-scatter** (the sum exists once, in pieces) and **all-gather** (everybody gets
 # all pieces). Here you build both out of `send` and `recv`, count what they send, and break them in the ways in which they break in training runs.
 #
-# Each section opens with a question that has a number for an answer. Say your number, then run the cell.
+# Each section asks for a number. Say yours, then run the cell.
 
 # %%
 import torch
@@ -52,6 +52,10 @@ print("count in the notebook:", count)
 
 
 # %%
+def elements_sent(t):
+    return sum(op.numel for op in t.ops if op.op == "send")
+
+
 def hand_out(rank):
     weights = torch.full((12,), 7.0 if rank == 0 else 0.0, device=mz.device())
     with mz.record_traffic() as t:
@@ -60,7 +64,7 @@ def hand_out(rank):
                 dist.send(weights, dst=other)
         else:
             dist.recv(weights, src=0)
-    return sum(op.numel for op in t.ops if op.op == "send")
+    return elements_sent(t)
 
 
 print("elements sent by each rank:", ranks.run(hand_out))
@@ -85,11 +89,11 @@ print("last weight on each rank:", ranks.run(hand_out))
 #
 # ## 3. Two ranks swap a number. Who speaks first?
 #
-# Rank r brings the number 10^r, so rank 0 has 1 and rank 1 has 10. Each wants the other's, so each first listens and then speaks. `mz.launch(fn, 2)` starts
+# Rank r brings the number 10ʳ, so rank 0 has 1 and rank 1 has 10. Each wants the other's, so each first listens and then speaks. `mz.launch(fn, 2)` starts
 # two fresh processes for this one call. What does rank 0 hold in the end?
 
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception", "nbval-ignore-output"]
 def swap(rank):
     partner = rank ^ 1  # 0 and 1, 2 and 3
     mine = torch.full((1,), 10.0**rank, device=mz.device())
@@ -148,7 +152,7 @@ def exchange(sends, receives):
 # %% [markdown]
 # ## 4. Everybody needs the sum. What does it cost the busiest rank?
 #
-# Now the gradients. Rank r's has 12 elements, all equal to 10^r, so the digits of a sum say whose gradients are in it: 1111 is complete, 1011 lacks rank 2's.
+# Now the gradients. Rank r's has 12 elements, all equal to 10ʳ, so the digits of a sum say whose gradients are in it: 1111 is complete, 1011 lacks rank 2's.
 #
 # There are two ways that everyone thinks of first. *Through rank 0*: the others send it their gradients, it adds, and sends back the sum. *Everyone to
 # everyone*: each sends its gradient to all others, and adds what it gets. In which of the two does some rank send more, and how many elements?
@@ -185,7 +189,7 @@ def add_up(rank, way):
     x = gradient(rank)
     with mz.record_traffic() as t:
         way(x, rank, dist.get_world_size())
-    return x[0].item(), sum(op.numel for op in t.ops if op.op == "send")
+    return x[0].item(), elements_sent(t)
 
 
 sent = {}
@@ -197,7 +201,7 @@ for way in (through_rank_0, everyone_to_everyone):
 # 36 in both: three times the gradient. Through rank 0 only one rank pays that and the others wait for it; everyone to everyone all pay it. With P elements and N
 # ranks it is P(N−1) on the busiest rank. Twice the ranks, and the sum takes more than twice as long.
 #
-# ## 5. What if nobody holds the whole sum?
+# ## 5. What if nobody holds the whole sum? How much does a rank send then?
 #
 # Rank 0's trouble is that it is responsible for all 12 sums. Let us cut the gradient into four **chunks** of 3, and make rank r responsible for chunk r alone. The
 # ranks sit in a ring, and each only ever sends to its right neighbour:
@@ -210,7 +214,7 @@ plots.ring(4, step=0)
 # rank 3, which adds its own: complete, where it belongs. The other chunks make the same trip at the same time, each one seat further on, so no wire is ever idle. In step s
 # rank r sends chunk (r − s − 1) mod N, and what it receives, and adds to, is the chunk it sends next.
 #
-# After three steps chunk r is complete on rank r. What is left in the *other* three chunks of rank 0: its own ones, zeros, or something else?
+# After three steps chunk r is complete on rank r. What is left in the *other* three chunks of rank 0: its own ones, zeros, or something else? And how many elements has each rank sent?
 
 
 # %%
@@ -225,16 +229,17 @@ def ring_reduce_scatter(x, rank, n):
 
 def first_of_each_chunk(rank):
     x = gradient(rank)
-    ring_reduce_scatter(x, rank, dist.get_world_size())
-    return [chunk[0].item() for chunk in x.chunk(4)]
+    with mz.record_traffic() as t:
+        ring_reduce_scatter(x, rank, dist.get_world_size())
+    return [chunk[0].item() for chunk in x.chunk(4)], elements_sent(t)
 
 
 print("chunk       0     1     2     3")
-for rank, row in enumerate(ranks.run(first_of_each_chunk)):
-    print(f"rank {rank}", *(f"{value:5.0f}" for value in row))
+for rank, (row, n_sent) in enumerate(ranks.run(first_of_each_chunk)):
+    print(f"rank {rank}", *(f"{value:5.0f}" for value in row), f"   sent {n_sent}")
 
 # %% [markdown]
-# The diagonal reads 1111: each rank is done with its own chunk. Everything else is leftovers, sums that were under way when they passed through: rank 0's chunk 1 holds
+# The diagonal reads 1111: each rank is done with its own chunk, and has sent 9 elements for it, three chunks of three. Everything else is leftovers, sums that were under way when they passed through: rank 0's chunk 1 holds
 # 1101, the contributions of ranks 2, 3 and 0, and rank 1 finished it one step later. Nobody may use those. This is a **reduce-scatter**: the sum exists, once, spread over the ranks in pieces.
 #
 # ## 6. The whole sum for everyone. How much less do the four send together than through rank 0?
@@ -306,7 +311,8 @@ for n, elements in counted.items():
 # %% tags=["nbval-ignore-output"]
 n_ranks = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024]
 by_theory = {"2P(N−1)/N": [mz.theory.sent("all_reduce", 12, n) for n in n_ranks]}
-picture = plots.curve(n_ranks, by_theory, "ranks", "elements that one rank sends", "Ring all-reduce of P = 12 elements", log_x=True)
+title = "Ring all-reduce of P = 12 elements"
+picture = plots.curve(n_ranks, by_theory, "ranks", "elements that one rank sends", title, log_x=True)
 axes = picture.axes[0]
 axes.plot(counted.keys(), counted.values(), "o", color=plots.COLOURS["comm"], clip_on=False)
 axes.annotate("counted", (4, counted[4]), (8, -8), textcoords="offset points", color=plots.COLOURS["comm"])
@@ -329,7 +335,7 @@ print("1024 ranks: a rank sends", mz.theory.sent("all_reduce", 12, 1024), "eleme
 # Two ways in which real runs break. First, a line that stands in many training scripts: only rank 0 writes to the log, so only rank 0 computes what goes there. The losses are 1, 2, 3 and 4. Is it 2.5, or 1?
 
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception", "nbval-ignore-output"]
 def log_mean_loss(rank):
     loss = torch.full((1,), rank + 1.0, device=mz.device())
     if rank == 0:
@@ -362,7 +368,7 @@ for rank, (first, second) in enumerate(ranks.run(two_sums)):
 # %% [markdown]
 # None of the three. It returns, and every number is wrong: 2111 is the first gradient of ranks 0, 1, 2 plus the *second* of rank 3. A collective carries no name. The k-th call on one rank
 # meets the k-th call on the others, whatever they meant by it. So one rule holds for every step of this course: **all ranks issue the same collectives in the same order**. Give the second gradient
-# another shape, and `mz.Ranks` says where the orders part; with equal shapes nobody can.
+# another shape, `2 * gradient(rank)[:6]`, run the cell again, and `mz.Ranks` says where the orders part. With equal shapes nobody can.
 #
 # ## 9. An all-reduce has started. What is in the tensor?
 #
@@ -406,7 +412,7 @@ ranks.close()
 # each half takes N−1 steps, and in each step a rank sends one chunk of P/N elements to its neighbour. That makes P(N−1)/N for each half and 2P(N−1)/N together. With N the chunks shrink as fast as the steps increase, so the amount tends to 2P: 1.5P on 4 ranks,
 # 1.998P on 1,024. In total the ring sends as much as collecting everything on rank 0 would; it spreads it evenly, and all wires work all the time. What does grow with N is the number of steps and with it the latency, which is why libraries use trees for small tensors.
 #
-# **In 30 seconds.** Reduce-scatter plus all-gather. Each sends all but one's own chunk, (N−1)/N of the tensor, so an all-reduce sends just under twice the tensor however many ranks there are. Bandwidth cost is flat in N, latency is not.
+# **In 30 seconds.** Reduce-scatter plus all-gather. In each of the two a rank sends all chunks but one, (N−1)/N of the tensor, so an all-reduce sends just under twice the tensor however many ranks there are. Bandwidth cost is flat in N, latency is not.
 #
 # **Follow-ups**
 # - *DDP sends how much more than ZeRO-2, which only reduce-scatters its gradients?* Nothing. ZeRO-2 all-gathers the updated weights instead of the summed gradients: the same two halves with the optimizer step in between, 2P(N−1)/N.
@@ -418,7 +424,7 @@ ranks.close()
 # - *"P/N, each rank only handles its share."* Per step, yes; there are 2(N−1) steps. Memory goes down with 1/N when you shard, traffic does not.
 # - *"The ring is faster because it sends less in total."* 72 and 72 in section 6.
 #
-# **From your own work.** Say what your last multi-GPU job all-reduced in a step: parameters × bytes × 2(N−1)/N. Without a GPU: the ring in this notebook is yours, it is twelve lines, and you have counted it on 2, 3 and 4 processes.
+# **From your own work.** Say what your last multi-GPU job all-reduced in a step: parameters × bytes × 2(N−1)/N. Without a GPU: the ring in this notebook is yours, a dozen lines, and you have counted it on 2, 3 and 4 processes.
 #
 # ### "1.5 B parameters, fp16 gradients, 8 GPUs, each can send 25 GB/s. How long does the all-reduce take at least?"
 

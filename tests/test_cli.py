@@ -101,7 +101,10 @@ def test_check_reports_each_exercise_and_records_progress(course, minizero):
     minizero("start", "0")
     work = course / "work" / "00_toy.ipynb"
     notebook = nbformat.read(work, as_version=4)
-    answers = {"toy-mean": "def mean(tensor):\n    dist.all_reduce(tensor)\n    return tensor", "toy-number": "answer = 32"}
+    answers = {
+        "toy-mean": "def mean(tensor):\n    dist.all_reduce(tensor)\n    return tensor",
+        "toy-number": "answer = 32",
+    }
     for cell in notebook.cells:
         cell.source = answers.get(cell.id, cell.source)
     notebook.cells.insert(1, nbformat.v4.new_code_cell("1 / 0"))
@@ -203,7 +206,11 @@ def test_doctor_finds_this_machine_well(minizero):
 
 
 def test_doctor_fails_with_the_cure_for_what_is_missing(minizero, monkeypatch):
-    lines = [Line(True, "Python"), Line(False, "1 core", "it works", essential=False), Line(False, "no JupyterLab", "pip install it")]
+    lines = [
+        Line(True, "Python"),
+        Line(False, "1 core", "it works", essential=False),
+        Line(False, "no JupyterLab", "pip install it"),
+    ]
     monkeypatch.setattr(doctor, "examine", lambda: iter(lines))
     code, out, _ = minizero("doctor")
     assert code == 1
@@ -267,4 +274,8 @@ def test_the_installed_command_prints_one_line_for_an_error(tmp_path):
         [sys.executable, "-c", "from minizero.cli import main; main()", "hint", "nothing.here"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert run.returncode == 1 and "Traceback" not in run.stderr and run.stderr.startswith("minizero: there is no exercise")
+    assert (
+        run.returncode == 1
+        and "Traceback" not in run.stderr
+        and run.stderr.startswith("minizero: there is no exercise")
+    )

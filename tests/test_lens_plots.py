@@ -48,6 +48,7 @@ COMB = {
     "activations": [MB * min(i, 40 - i) / 4 for i in range(40)],
     "comm": [0] * 40,
 }
+WHATS = ["gather", "forward", "backward", "reduce", "free", "step", "wait", "copy", "all_reduce"]
 NS = [2, 3, 4, 8, 16, 32, 64]
 PICTURES = {
     "bars": lambda: plots.memory_bars(PEAKS, "Peak of one training step"),
@@ -59,6 +60,7 @@ PICTURES = {
     "elements": lambda: plots.traffic_bars({"all to rank 0": 300000, "ring": 150000}, unit="elements"),
     "lanes": lambda: plots.lanes(ddp_events(), "DDP"),
     "many lanes": lambda: plots.lanes(ddp_events(24)),
+    "all there is in lanes": lambda: plots.lanes([event(0, "u", what, i, i + 1) for i, what in enumerate(WHATS)]),
     "ring of 2": lambda: plots.ring(2, 1),
     "ring of 4": lambda: plots.ring(4, 1),
     "ring of 6": lambda: plots.ring(6, 7),
@@ -129,10 +131,16 @@ def test_drawing_changes_no_setting_and_opens_no_window(name):
     assert dict(Gcf.figs) == windows
 
 
-@pytest.mark.parametrize("name", ["bars", "curve over time", "lanes", "lines"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_a_reader_s_own_settings_do_not_show(name):
     plain = png(PICTURES[name]())
-    settings = {"font.size": 30, "axes.facecolor": "black", "xtick.major.size": 20, "axes.grid": True}
+    settings = {
+        "font.size": 30,
+        "axes.facecolor": "black",
+        "ytick.major.pad": 20,
+        "text.color": "red",
+        "axes.grid": True,
+    }
     with matplotlib.rc_context(settings):
         assert png(PICTURES[name]()) == plain
 
@@ -258,10 +266,10 @@ def test_memory_stands_until_the_next_reading():
 
 
 def test_traffic_has_a_tick_where_theory_says():
-    figure = plots.traffic_bars({"DDP": 2 * MB, "naive": 6 * MB}, {"DDP": 1.5 * MB})
-    (ticks,) = [c for c in figure.axes[0].collections if isinstance(c, LineCollection)]
-    assert ticks.get_segments()[0][:, 0].tolist() == [1.5, 1.5]
-    assert [box.get_width() for box in boxes(figure, plots.COLOURS["comm"])] == [2, 6]
+    figure = plots.traffic_bars({"naive": 6 * MB, "DDP": 2 * MB, "ZeRO-3": 3 * MB}, {"DDP": 1.5 * MB, "ZeRO-3": 3 * MB})
+    ticks = [c for c in figure.axes[0].collections if isinstance(c, LineCollection)]
+    assert [tick.get_segments()[0][:, 0].tolist() for tick in ticks] == [[1.5, 1.5], [3, 3]]
+    assert [box.get_width() for box in boxes(figure, plots.COLOURS["comm"])] == [6, 2, 3]
     assert words(figure).count("theory") == 1
 
 

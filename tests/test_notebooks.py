@@ -143,7 +143,9 @@ def test_every_code_cell_of_a_lesson_was_executed_and_prints_a_number_that_count
     assert any(counted(cell) for cell in notebook.cells)
 
 
-@pytest.mark.skipif("MINIZERO_MUTATE" not in os.environ, reason="runs the lessons: MINIZERO_MUTATE=1 pytest -k number_of_a_lesson")
+@pytest.mark.skipif(
+    "MINIZERO_MUTATE" not in os.environ, reason="runs the lessons: MINIZERO_MUTATE=1 pytest -k number_of_a_lesson"
+)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_changed_number_of_a_lesson_makes_nbval_fail(name, tmp_path):

@@ -74,9 +74,7 @@ def _in_style(draw):
     @wraps(draw)
     def drawn(*args, **kwargs):
         with matplotlib.style.context(STYLE, after_reset=True):
-            figure = draw(*args, **kwargs)
-            figure.draw_without_rendering()  # ticks are made at the first drawing, from the settings of that moment
-            return figure
+            return draw(*args, **kwargs)
 
     return drawn
 

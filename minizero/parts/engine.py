@@ -7,6 +7,7 @@ lesson does not, is here.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -214,7 +215,7 @@ class Engine(nn.Module):
             raise ValueError(f"the optimizer state is for other parameters than this optimizer's: {differing}")
         optimizer.load_state_dict(
             {
-                "state": {index[name]: state for name, state in state_dict["state"].items()},
+                "state": {index[name]: copy.deepcopy(state) for name, state in state_dict["state"].items()},
                 "param_groups": [
                     {**group, "params": [index[self._name(p)] for p in own["params"]]}
                     for group, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)

@@ -48,7 +48,7 @@ class _Start(nn.Module):
 
 
 _FORGOTTEN = {
-    "weight": "nothing arrives on this rank: is a copy broadcast, or never written back?",
+    "weight": "nothing arrives on this rank: is a copy broadcast, not written back, or not waited for?",
     "frozen": "only trainable parameters are broadcast: a frozen one has no gradient either, and differs for ever",
     "running_mean": "model.parameters() has no buffers in it: model.buffers() has",
     "batches": "a buffer may hold whole numbers: broadcast it as it is",
@@ -68,7 +68,12 @@ _FORGOTTEN = {
 )
 def broadcast(answer, expect):
     """parameters, frozen ones too, and buffers on 2 and 3 ranks; the same tensors as before; at most one broadcast for each"""
-    kinds = {"": "one parameter", "frozen": "a frozen parameter", "buffers": "buffers", "unsaved": "a buffer that is not saved"}
+    kinds = {
+        "": "one parameter",
+        "frozen": "a frozen parameter",
+        "buffers": "buffers",
+        "unsaved": "a buffer that is not saved",
+    }
     parts: list[str] = []
     for part, text in (kinds | {"tied": "a tied weight"}).items():
         parts.append(part)
@@ -107,15 +112,18 @@ def _everyone_starts_as_rank_0(answer, expect: Expect, world_size: int, parts: l
             )  # fmt: skip
     for outcome in outcomes:
         others = sorted(set(outcome.count) - {"broadcast"})
-        expect.that(
-            not others, "broadcasts are enough", "nothing but broadcasts", ", ".join(others),
-            cause="ranks that only listen need not send: an all_reduce or all_gather costs more and changes nothing",
-        )  # fmt: skip
+        cause = "ranks that only listen need not send: an all_reduce or all_gather costs more and changes nothing"
+        if others == ["barrier"]:
+            cause = "a rank that receives waits for rank 0 anyway"
+        expect.that(not others, "broadcasts are enough", "nothing but broadcasts", ", ".join(others), cause=cause)
+        _check_complete(expect, outcome)
         count, tensors = outcome.count.get("broadcast", 0), len(first)
+        cause = "a tied weight is sent under both of its names" if "tied" in parts else "a tensor is sent more than once"
+        if any(op.dtype == "uint8" for op in outcome.ops):
+            cause = "an object is pickled and sent: broadcast the tensors themselves"
         expect.that(
-            count <= tensors, "one broadcast for each tensor is enough", f"at most {tensors} broadcasts", count,
-            cause="a tied weight is sent under both of its names" if "tied" in parts else "a tensor is sent more than once",
-        )  # fmt: skip
+            count <= tensors, "one broadcast for each tensor is enough", f"at most {tensors}", f"{count} on rank {outcome.rank}", cause=cause
+        )
 
 
 def _other_starts(name: str, rank: int, want: Tensor, starts: list[Tensor]) -> dict[str, Tensor]:
@@ -158,6 +166,14 @@ def _parameters(shapes: Sequence[tuple], frozen: Sequence[int] = ()) -> list[nn.
     """Parameters of these shapes. Their values differ from rank to rank: so it shows if they are averaged themselves."""
     value = 0.5 + torch.distributed.get_rank()
     return [nn.Parameter(torch.full(shape, value), requires_grad=i not in frozen) for i, shape in enumerate(shapes)]
+
+
+def _check_complete(expect: Expect, outcome: Outcome) -> None:
+    pending = sum(op.end is None for op in outcome.ops)
+    expect.that(
+        not pending, "every collective is waited for", "all complete", f"{pending} of {len(outcome.ops)} not waited for on rank {outcome.rank}",
+        "what is read meanwhile may be half old, half new", "async_op=True returns a work, and its wait() is missing",
+    )  # fmt: skip
 
 
 def _check_means(
@@ -236,21 +252,27 @@ def _averaged(answer, expect: Expect, world_size: int, shapes: list[tuple], froz
         expect.that(
             not outcome.value["moved"], "only gradients are averaged: the weights stay as they are",
             got=f"on rank {outcome.rank} parameter {', '.join(outcome.value['moved'])} has other values than before",
-            cause="the parameter itself is averaged, not its .grad",
+            cause="the parameter itself is averaged (or stepped): only its .grad is to change",
         )  # fmt: skip
+        _check_complete(expect, outcome)
         _check_means(expect, outcome, outcome.value["grads"], local, [f"parameter {i}" for i in range(len(shapes))])
         expect.that(
             all(outcome.value["grads"][i] is None for i in frozen), "a frozen parameter has no gradient",
             ".grad is None", "zeros or a mean", "a frozen weight costs memory and bytes, and weight decay may move it",
             "every parameter is given a gradient, also where requires_grad is False",
         )  # fmt: skip
-        sent = [op.numel for op in outcome.ops]
+        sent, want = [op.numel for op in outcome.ops], [torch.Size(shapes[i]).numel() for i in trainable]
+        cause = ""
+        if "reduce" in outcome.count:
+            cause = "a reduce leaves the sum on one rank only"
+        elif len(sent) > len(want):
+            cause = "frozen parameters are reduced too" if frozen else "more is sent than the gradients"
+        elif sent == [sum(want)]:
+            cause = "all gradients travel as one message: that is a good idea, and exercise 4"
         expect.that(
-            set(outcome.count) == {"all_reduce"} and sorted(sent) == sorted(torch.Size(shapes[i]).numel() for i in trainable),
+            set(outcome.count) == {"all_reduce"} and sorted(sent) == sorted(want),
             "one all_reduce for each trainable parameter, of its gradient's elements",
-            f"all_reduces of {[torch.Size(shapes[i]).numel() for i in trainable]} elements",
-            f"{show(outcome.count)}, of {sent} elements",
-            cause="frozen parameters are reduced too" if len(sent) > len(trainable) and frozen else "",
+            f"all_reduces of {want} elements", f"{show(outcome.count)}, of {sent} elements", cause=cause,
         )  # fmt: skip
 
 
@@ -271,7 +293,9 @@ def _with_gradients(rank, answer, shapes, frozen, missing):
             param.grad = grad
     local = [None if param.grad is None else param.grad.clone() for param in params]
     answer(_Row(params))
-    moved = [str(i) for i, (param, before) in enumerate(zip(params, start, strict=True)) if not torch.equal(param, before)]
+    moved = [
+        str(i) for i, (param, before) in enumerate(zip(params, start, strict=True)) if not torch.equal(param, before)
+    ]
     return {"local": local, "grads": [param.grad for param in params], "moved": moved}
 
 
@@ -293,7 +317,9 @@ def _batches(world_size: int, rank: int | None = None) -> list[tuple[Tensor, Ten
     """Pairs (x, y): the rows of one rank, or of all of them."""
     generator = torch.Generator().manual_seed(world_size)
     rows = world_size * _ROWS
-    whole = [(torch.randn(rows, 3, generator=generator), torch.randn(rows, 1, generator=generator)) for _ in range(_STEPS)]
+    whole = [
+        (torch.randn(rows, 3, generator=generator), torch.randn(rows, 1, generator=generator)) for _ in range(_STEPS)
+    ]
     return whole if rank is None else [(x[rank * _ROWS :][:_ROWS], y[rank * _ROWS :][:_ROWS]) for x, y in whole]
 
 
@@ -341,6 +367,7 @@ def _trained_otherwise(world_size: int, rank: int) -> dict[str, Tensor]:
         "the ranks' gradients are summed, not averaged": _train(_batches(world_size), lr=_LR * world_size),
         "the gradients are divided twice": _train(_batches(world_size), lr=_LR / world_size),
         "each rank trains on its own rows: nothing is reduced": _train(_batches(world_size, rank)),
+        "the weights are those of the start": _weights(_awkward_model()),
     }
 
 
@@ -379,17 +406,27 @@ def partition(answer, expect):
         mistakes = {
             "the parameters are taken in the order of registration: backward ends with the first of them": forward,
             "the buckets are reversed, the parameters inside them are not": [bucket[::-1] for bucket in want],
-            "buckets are cut in the order of registration and then reversed: cut them in reverse": [b[::-1] for b in forward[::-1]],
+            "buckets are cut in the order of registration and then reversed: cut them in reverse": [
+                b[::-1] for b in forward[::-1]
+            ],
+            "all is in one bucket: is bucket_bytes compared with bytes, or with elements?": [trainable[::-1]],
             "elements are counted, not bytes": _cut(trainable[::-1], sizes, bucket_bytes, 1),
-            "4 bytes an element are taken for granted: ask element_size()": _cut(trainable[::-1], sizes, bucket_bytes, 4),
+            "4 bytes an element are taken for granted: ask element_size()": _cut(
+                trainable[::-1], sizes, bucket_bytes, 4
+            ),
             "a frozen parameter is in a bucket: it has no gradient, so the bucket is never full": _cut(
                 list(range(len(sizes)))[::-1], sizes, bucket_bytes, itemsize
             ),
-            "a bucket that is filled to the last byte is not over the limit yet": _cut(trainable[::-1], sizes, bucket_bytes - 1, itemsize),
-            "a bucket closes before the parameter that would overflow it, not after": _cut_late(trainable[::-1], sizes, bucket_bytes, itemsize),
+            "a bucket that is filled to the last byte is not over the limit yet": _cut(
+                trainable[::-1], sizes, bucket_bytes - 1, itemsize
+            ),
+            "a bucket closes before the parameter that would overflow it, not after": _cut_late(
+                trainable[::-1], sizes, bucket_bytes, itemsize
+            ),
             "the last bucket is lost: it is still open when the loop ends": want[:-1],
             "there is an empty bucket in front: close a bucket only if something is in it": [[], *want],
             "an empty bucket is left at the end": [*want, []],
+            "each parameter has a bucket to itself": [[i] for i in trainable[::-1]],
         }
         _same_buckets(got, want, {cause: wrong for cause, wrong in mistakes.items() if wrong != want})
 
@@ -398,17 +435,24 @@ def _same_buckets(got: object, want: list[list[int]], mistakes: dict[str, list[l
     if got == want:
         return
     if not isinstance(got, list):
-        raise Finding("the answer is a list of buckets, and a bucket a list of parameters", str(want), show(got))
+        raise Finding("the answer is a list of buckets, and a bucket a list of parameters", f"{want}, by the parameters' places", f"{got}")
     cause = next((text for text, wrong in mistakes.items() if got == wrong), "")
     members = [i for bucket in got for i in bucket]
-    if not cause and [] in got:
+    missing = sorted({i for bucket in want for i in bucket} - set(members))
+    twice = sorted({i for i in members if members.count(i) > 1} - {_UNKNOWN})
+    if not cause and _UNKNOWN in members:
+        cause = f"what stands at {_UNKNOWN} is none of the parameters: a bucket holds them themselves, not copies or numbers"
+    elif not cause and [] in got:
         cause = "a bucket is empty: a parameter larger than the limit gets a bucket, but not an empty one before it"
-    if not cause and sorted(members) != sorted(i for bucket in want for i in bucket):
-        cause = "a parameter is in no bucket, or in two" if -1 not in members else "the buckets hold the parameters themselves, not copies of them"
+    elif not cause and (missing or twice):
+        cause = f"in no bucket: {missing}" if missing else f"in more than one bucket: {twice}"
     raise Finding(
         "reverse order, and a bucket closes before the parameter that would overflow it",
-        f"{want}, by the parameters' places", f"{got}", cause=cause,
+        f"{want}, by the parameters' places", f"{got}".replace("'", ""), cause=cause,
     )  # fmt: skip
+
+
+_UNKNOWN = "?"
 
 
 def _cut(order: list[int], sizes: list[int], bucket_bytes: int, itemsize: int) -> list[list[int]]:
@@ -430,12 +474,16 @@ def _cut_late(order: list[int], sizes: list[int], bucket_bytes: int, itemsize: i
 
 
 def _indices(answer, sizes, dtype, frozen, bucket_bytes):
-    params = [nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=i not in frozen) for i, size in enumerate(sizes)]
+    params = [
+        nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=i not in frozen) for i, size in enumerate(sizes)
+    ]
     buckets = answer(params, bucket_bytes)
     place = {id(param): i for i, param in enumerate(params)}
-    if not isinstance(buckets, (list, tuple)) or not all(isinstance(bucket, (list, tuple)) for bucket in buckets):
-        return buckets if buckets is None else f"{type(buckets).__name__}: {buckets!r:.60}"
-    return [[place.get(id(param), -1) for param in bucket] for bucket in buckets]
+    if not isinstance(buckets, (list, tuple)):
+        return buckets if buckets is None else f"a {type(buckets).__name__}"
+    if not all(isinstance(bucket, (list, tuple)) for bucket in buckets):
+        return f"a list of {', '.join(sorted({type(bucket).__name__ for bucket in buckets}))}"
+    return [[place.get(id(param), _UNKNOWN) for param in bucket] for bucket in buckets]
 
 
 # --- 4. one collective for each bucket ----------------------------------------------------------------
@@ -468,6 +516,8 @@ def _reduced(answer, expect: Expect, text: str, world_size: int, shapes, buckets
         unequal = "a rank without a gradient leaves it out of its message, which is then shorter than the others': it counts as zeros"
     causes = {
         "view size is not compatible": "a gradient need not be contiguous: flatten() or reshape(-1) copies where it must, view(-1) refuses",
+        "stack expects": "gradients have different shapes: flatten them, then concatenate",
+        "attempting to assign a gradient of size": "a piece of the flat tensor has one dimension: view it in the parameter's shape",
         "NoneType": "param.grad is None where the parameter was not used on this rank: it counts as zeros",
         "deadlock": unequal,
         "different collectives": unequal,
@@ -479,6 +529,10 @@ def _reduced(answer, expect: Expect, text: str, world_size: int, shapes, buckets
     want = [sum(numels[i] for i in bucket) for bucket in buckets]
     for outcome in outcomes:
         sent, got = [op.numel for op in outcome.ops], outcome.value["grads"]
+        expect.that(
+            not outcome.value["moved"], "only gradients are averaged: the weights stay as they are",
+            got=f"rank {outcome.rank}'s weights have other values than before", cause="the parameters themselves are averaged, not their .grad",
+        )  # fmt: skip
         if sent != want or set(outcome.count) != {"all_reduce"}:
             cause = {
                 len(shapes): "each gradient is sent by itself: put a bucket's gradients into one tensor first",
@@ -490,6 +544,7 @@ def _reduced(answer, expect: Expect, text: str, world_size: int, shapes, buckets
                 "one all_reduce for each bucket, in the order of the list",
                 f"all_reduces of {want} elements", f"{show(outcome.count)}, of {sent} elements", cause=cause,
             )  # fmt: skip
+        _check_complete(expect, outcome)
         misplaced = _misplaced(local, shapes, buckets)
         cause = next((cause for cause, wrong in misplaced.items() if differ(got, wrong, "", 1e-6) is None), None)
         extra = [{cause: wrong} for wrong in misplaced[cause]] if cause else ()
@@ -518,9 +573,11 @@ def _with_buckets(rank, answer, shapes, buckets, missing, transposed):
     for i, (param, grad) in enumerate(zip(params, _numbers(shapes, rank), strict=True)):
         if i not in missing.get(rank, ()):
             param.grad = grad.t().contiguous().t() if i in transposed else grad
+    start = [param.detach().clone() for param in params]
     local = [None if param.grad is None else param.grad.clone() for param in params]
     answer([[params[i] for i in bucket] for bucket in buckets])
-    return {"local": local, "grads": [param.grad for param in params]}
+    moved = any(not torch.equal(param, before) for param, before in zip(params, start, strict=True))
+    return {"local": local, "grads": [param.grad for param in params], "moved": moved}
 
 
 # --- 5. reductions that leave while backward runs ------------------------------------------------------
@@ -544,7 +601,7 @@ class _Branches(nn.Module):
 
 _NAMES = [name for name, _ in _Branches().named_parameters()]
 _BUCKETS = ("last", "b", "a")
-_NUMELS = [3, 8, 8]
+_NUMELS, _PIECES = [3, 8, 8], [1, 2, 2, 6, 2, 6]  # of the buckets, and of the gradients in them
 
 
 def _loss(model: _Branches, rank: int, batch: int, use: str) -> Tensor:
@@ -632,6 +689,7 @@ def _backwards(rank, answer, uses, rounds):
 
 
 _OVERLAP_CAUSES = {
+    "'NoneType' object has no attribute 'finish'": "the call returns None: a class, or a function that returns an object with finish()",
     "NoneType": "finish() meets parameters without a gradient: they count as zeros",
     "has no attribute 'finish'": "the class needs a method finish()",
 }
@@ -689,11 +747,12 @@ def _overlapped(answer, expect: Expect, text: str, world_size: int, uses: Sequen
                 cause="the hook receives the parameter: what is to be averaged is its .grad",
             )  # fmt: skip
             extra = _crossed(local, outcome.rank) if set(uses) == {"ab", "ba"} else [{} for _ in _NAMES]
-            early = "the bucket leaves before this gradient is there" + ": forget in finish() what has arrived" * i
+            early = "the bucket leaves before this gradient is in .grad"
+            early += ": forget in finish() what has arrived" if i else " (a register_hook runs before that)"
             extra = [wrong | {early: torch.zeros_like(grad)} for wrong, grad in zip(extra, local[0], strict=True)]
             _check_means(expect, outcome, this["grads"], local, _NAMES, extra)
         for outcome, this in zip(outcomes, rounds, strict=True):
-            _left_in_time(outcome.rank, this)
+            _left_in_time(outcome.rank, this, first=i == 0)
             expect.that(
                 not this["waited in backward"], "no wait before backward is over",
                 "all works still open", f"{this['waited in backward']} of {len(this['sent'])} are complete when rank {outcome.rank}'s backward ends",
@@ -707,13 +766,19 @@ def _sent_in_buckets(rank: int, this: dict, first: bool) -> None:
         return
     sent, cause = this["sent"], ""
     if not sent:
-        cause = "nothing is reduced" if first else "nothing is reduced from the second backward on: forget in finish() what has arrived"
-    elif len(sent) == 2 * len(_NUMELS):
+        cause = (
+            "nothing is reduced"
+            if first
+            else "nothing is reduced from the second backward on: forget in finish() what has arrived"
+        )
+    elif sent == _PIECES:
         cause = "each gradient is sent by itself: a bucket leaves as one message"
     elif sent == _NUMELS[::-1]:
         cause = "the buckets leave in reverse"
     elif len(sent) > len(_NUMELS):
-        cause = "a bucket is launched twice: forget in finish() what was launched, and launch there only what has not left"
+        cause = (
+            "a bucket is launched twice: forget in finish() what was launched, and launch there only what has not left"
+        )
     elif sent == [sum(_NUMELS)]:
         cause = "all buckets are sent as one message"
     elif not first:
@@ -725,12 +790,18 @@ def _sent_in_buckets(rank: int, this: dict, first: bool) -> None:
 
 
 def _told(this: dict, rank: int) -> str:
-    return f"{', '.join(this['kinds'])} of {this['sent']} elements on rank {rank}" if this["sent"] else f"none on rank {rank}"
+    return (
+        f"{', '.join(this['kinds'])} of {this['sent']} elements on rank {rank}"
+        if this["sent"]
+        else f"none on rank {rank}"
+    )
 
 
 def _crossed(local: list[list], rank: int) -> list[dict[str, Tensor]]:
     """What two ranks get if each sends first what is full first: rank 0's b is added to rank 1's a, and the other way round."""
-    cause = "the bucket that is full first is sent first, and rank 0's b is added to rank 1's a: keep the order of the list"
+    cause = (
+        "the bucket that is full first is sent first, and rank 0's b is added to rank 1's a: keep the order of the list"
+    )
     partner = {"a": "b", "b": "a"}
     crossed: list[dict[str, Tensor]] = []
     for i, name in enumerate(_NAMES):
@@ -740,7 +811,7 @@ def _crossed(local: list[list], rank: int) -> list[dict[str, Tensor]]:
     return crossed
 
 
-def _left_in_time(rank: int, this: dict) -> None:
+def _left_in_time(rank: int, this: dict, first: bool) -> None:
     """At each gradient, exactly those buckets have left that are full and have only such in front of them."""
     arrived: set[str] = set()
     moments = [*this["seen"], ("", this["issued"])]
@@ -752,10 +823,13 @@ def _left_in_time(rank: int, this: dict) -> None:
         if issued != full:
             if this["issued"] == 0:
                 cause = "everything is launched in finish(): nothing overlaps"
-            elif issued < full:
+                cause += "" if first else ". In the first backward it did: let finish() begin the count anew"
+            elif issued > full:
+                cause = "a bucket leaves before it is full, or before those ahead of it have left"
+            elif this["issued"] == len(_BUCKETS):
                 cause = "the buckets wait for the last gradient of all: launch a bucket as soon as its own are there"
             else:
-                cause = "a bucket leaves before it is full, or before those ahead of it have left"
+                cause = "a later bucket is full as well, and stays: after a launch, look at the next one"
             raise Finding(
                 "a bucket leaves in the hook of its last gradient, if all ahead of it have left",
                 f"{when}, {full} of {len(_BUCKETS)} buckets are on their way", f"{issued} on rank {rank}",
@@ -817,7 +891,10 @@ def accumulate(answer, expect):
 
 def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[str], raising: bool = False) -> None:
     expect.case(text, world_size=world_size)
-    causes = _OVERLAP_CAUSES | {"has no attribute 'no_sync'": "the class needs a method no_sync()"}
+    causes = {
+        "has no attribute 'no_sync'": "the class needs a method no_sync()",
+        "context manager": "no_sync() is called in a with statement: keep @contextmanager above it, and a yield in it",
+    } | _OVERLAP_CAUSES
     outcomes = expect.run(_accumulations, world_size, answer, uses, 2, raising, causes=causes)
     for step in range(2):
         expect.case(f"{text}, step {step + 1}", world_size=world_size)
@@ -826,7 +903,7 @@ def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[
             expect.that(
                 this["inside"] == 0, "inside no_sync() nothing is sent", "0 collectives",
                 f"{this['inside']} after {len(uses) - 1} backwards inside no_sync() on rank {outcome.rank}",
-                f"a step of G micro-batches sends up to G times as much: {show(sum(this['sent']))} elements here, {sum(_NUMELS)} would do",
+                "a step of G micro-batches sends up to G times as much as it has to",
                 "the hook does not look at the switch, so every micro-batch is reduced",
             )  # fmt: skip
             cause = "a bucket is sent more than once in a step" if len(this["sent"]) > len(_NUMELS) else ""
@@ -841,7 +918,9 @@ def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[
         for outcome in outcomes:
             values = [each.value[step] for each in outcomes]
             extra = [_accumulated_otherwise(values, outcome.rank, i) for i in range(len(_NAMES))]
-            _check_means(expect, outcome, values[outcome.rank]["grads"], [value["local"] for value in values], _NAMES, extra)
+            _check_means(
+                expect, outcome, values[outcome.rank]["grads"], [value["local"] for value in values], _NAMES, extra
+            )
         for outcome in outcomes:
             this = outcome.value[step]
             if all(use == "ab" for use in uses):
@@ -858,12 +937,13 @@ def _accumulated(answer, expect: Expect, text: str, world_size: int, uses: list[
 def _accumulated_otherwise(values: list[dict], rank: int, i: int) -> dict[str, Tensor]:
     nothing = torch.zeros_like(values[0]["local"][i])
     last = sum((nothing if value["last"][i] is None else value["last"][i]) for value in values) / len(values)
-    before = values[rank]["before"][i]
-    late = "this rank's earlier micro-batches are added to the mean of the last one: reduce what has come together in .grad"
-    return {
-        "only the last micro-batch is in it: what the earlier ones left in .grad is lost": last,
-        **({} if before is None else {late: last + before}),
-    }
+    before = [value["before"][i] for value in values]
+    wrong = {"only the last micro-batch is in it: what the earlier ones left in .grad is lost": last}
+    if all(grad is not None for grad in before):
+        late = "this rank's earlier micro-batches are added to the mean of the last one: reduce what has come together in .grad"
+        early = "the bucket leaves before the last micro-batch's gradient is in it: what arrives inside no_sync() does not fill a bucket"
+        wrong |= {late: last + before[rank], early: sum(before) / len(before)}
+    return wrong
 
 
 # --- 7. say the number -------------------------------------------------------------------------------
@@ -889,7 +969,8 @@ def traffic(rng):
         answer=answer,
         unit="GB",
         working=[
-            f"reductions in a step         {reductions}" + ("   (only the last backward reduces)" if quiet else "   (every backward reduces)"),
+            f"reductions in a step         {reductions}"
+            + ("   (only the last backward reduces)" if quiet else "   (every backward reduces)"),
             f"an all-reduce                2 × (N−1)/N = 2 × {n - 1}/{n} elements for each parameter",
             "an element                   2 bytes",
             f"together                     {reductions} × 2 × {n - 1}/{n} × {psi} B × 2 bytes = {answer:g} GB",
@@ -910,6 +991,7 @@ def traffic(rng):
 
 
 # --- 8. find the bug ---------------------------------------------------------------------------------
+
 
 @bug(
     "ddp.find_the_bug",
@@ -938,10 +1020,13 @@ def find_the_bug(mended, expect):
     trainable = [param.numel() for param in _awkward_model().parameters() if param.requires_grad]
     for world_size in (2, 3):
         expect.case(f"{_STEPS} steps of SGD", world_size=world_size)
-        outcomes = expect.run(_mended_run, world_size, mended, causes={"NoneType": "a frozen parameter has no gradient"})
+        outcomes = expect.run(
+            _mended_run, world_size, mended, causes={"NoneType": "a frozen parameter has no gradient"}
+        )
         early = _averaged_in_backward(world_size)
         for outcome in outcomes:
             rank, (weights, grads) = outcome.rank, outcome.value
+            _check_complete(expect, outcome)
             mistake = {"the weights are still averaged during backward, not the gradients": early[rank]}
             _check_weights(expect, rank, weights, world_size, mistake)
             for step, (own, first) in enumerate(zip(grads, outcomes[0].value[1], strict=True), start=1):

@@ -134,3 +134,22 @@ class ZerosForTheUnused(Right):
     def launch(self, bucket):
         flat = torch.cat([(p.grad if p in self.arrived else torch.zeros_like(p)).flatten() for p in bucket])
         self.in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+
+
+@wrong("what arrives inside no_sync() does not fill a bucket")
+class CountsInside(Right):
+    """Counts the gradients of the quiet micro-batches: the last backward finds full buckets, and sends them too early."""
+
+    def on_gradient(self, param):
+        self.arrived.add(param)
+        super().on_gradient(param)
+
+
+@wrong("keep @contextmanager above it")
+class NoContextManager(Right):
+    """A generator is no context manager."""
+
+    def no_sync(self):
+        self.sync = False
+        yield
+        self.sync = True

@@ -87,3 +87,13 @@ def no_care(model):
     for param in model.parameters():
         dist.all_reduce(param.grad)
         param.grad /= dist.get_world_size()
+
+
+@wrong("wait() is missing")
+def not_waited_for(model):
+    """Starts all of them at once, and never waits."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad, async_op=True)
+            param.grad /= dist.get_world_size()

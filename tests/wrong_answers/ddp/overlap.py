@@ -117,7 +117,7 @@ class NeverForgets(Right):
             self.hand_out(bucket, flat / dist.get_world_size())
 
 
-@wrong("the bucket leaves before this gradient is there: forget in finish() what has arrived")
+@wrong("is in .grad: forget in finish() what has arrived")
 class StillArrived(Right):
     """Clears what was launched, but not what has arrived: in the second step old gradients leave at once."""
 
@@ -166,3 +166,25 @@ class AveragesWeights(Right):
     def hand_out(self, bucket, flat):
         for param, mean in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
             param.data.copy_(mean.view_as(param) + 1)
+
+
+@wrong("after a launch, look at the next one")
+class OneAtATime(Right):
+    """Looks at one bucket for each hook that fills one, so those that were full already stay behind."""
+
+    def on_gradient(self, param):
+        self.arrived.add(param)
+        if not self.in_flight and self.arrived.issuperset(self.buckets[0]):
+            self.launch(self.buckets[0])
+
+
+@wrong("a register_hook runs before that")
+class TooEarly(Right):
+    """A tensor hook sees the gradient before autograd has put it into .grad."""
+
+    def __init__(self, model, buckets):
+        super().__init__(model, [])
+        self.buckets = buckets
+        for bucket in buckets:
+            for param in bucket:
+                param.register_hook(lambda grad, param=param: self.on_gradient(param))

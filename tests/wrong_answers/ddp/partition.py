@@ -30,7 +30,7 @@ def reversed_afterwards(params, bucket_bytes):
     return [bucket[::-1] for bucket in cut(trainable(params), bucket_bytes, lambda param: param.nbytes)][::-1]
 
 
-@wrong("elements are counted, not bytes")
+@wrong("compared with bytes, or with elements")
 def counts_elements(params, bucket_bytes):
     """Counts numel."""
     return cut(trainable(params)[::-1], bucket_bytes, lambda param: param.numel())
