@@ -9,7 +9,20 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Awkward, Checkpointed, ConvNet, Experts, build, distance, grads, loss_of, mlp, refusal, rows, same, share, weights
+from models import (
+    Checkpointed,
+    ConvNet,
+    build,
+    distance,
+    grads,
+    loss_of,
+    mlp,
+    refusal,
+    rows,
+    same,
+    share,
+    weights,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
