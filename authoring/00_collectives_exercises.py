@@ -2,7 +2,7 @@
 # # 00 Collectives: exercises
 #
 # The ring of the lesson turns to the right. Here you build one that turns to the **left**: every rank sends to rank (r−1) mod N and receives from rank (r+1) mod N. Wires carry both directions
-# at once, and NCCL runs rings both ways for that reason.
+# at once, so a second ring that turns the other way costs the first one nothing.
 #
 # The checks give rank r the values 10ʳ · (1, 2, 3, …). On three ranks a complete sum reads 111, 222, 333, …; 101 lacks rank 1. To try a function yourself before you check it:
 #

@@ -134,7 +134,7 @@ check("ddp.partition", partition)
 
 # %%
 def average_in_buckets(buckets):
-    """Replace each parameter's .grad by its mean over the ranks; one all_reduce for each bucket, in the order of the list."""
+    """Replace each parameter's .grad by its mean over the ranks, with one all_reduce for each bucket."""
     ### BEGIN SOLUTION
     # Why so: cat copies the gradients into one message, and split with the same list of numels takes it apart again; one list, used twice,
     # cannot disagree with itself. A missing gradient becomes zeros first, so that the message has the same length on all ranks.
@@ -172,7 +172,7 @@ class Overlapped:
     """Averages gradients over the ranks in buckets, while backward runs."""
 
     def __init__(self, model, buckets):
-        """buckets: lists of trainable parameters of `model`, equal on all ranks, in the order in which they are to leave."""
+        """buckets: lists of trainable parameters, equal on all ranks, in the order in which they leave."""
         ### BEGIN SOLUTION
         # Why so: one counter, how many buckets have left, says which one is next, and only the next may leave. So the order is that of the
         # list on every rank, whatever the order of the gradients. launch() reads .grad and not a note of who has arrived, so finish() can

@@ -94,7 +94,7 @@ plots.curve(
 )  # fmt: skip
 
 # %% [markdown]
-# More than a quarter. Half of it is there after the very first step, because eight rows are a noisy sample of sixteen; after that it only
+# More than a quarter. Nearly half of it is there after the very first step, because eight rows are a noisy sample of sixteen; after that it only
 # grows. At no moment does an error appear: each rank trains a sound model on half of the data, and nobody has trained the one we asked for.
 #
 # So we fix what "right" means, for this lesson and for the five that follow. **The reference is one process that sees all 16 rows.** What N ranks do
@@ -305,10 +305,10 @@ def sent(rank, world_size):
 
 for n in (2, 4):
     elements, P = on(n).run(sent, n)[0]
-    scattered, gathered = elements["reduce_scatter"], elements["all_gather"]
-    print(f"N = {n}   reduce_scatter {scattered:,.0f} + all_gather {gathered:,.0f} elements = {(scattered + gathered) / P:g} P")
-    print(f"{scattered + gathered:,.0f} counted, {2 * P * (n - 1) / n:,.0f} = 2P(N−1)/N")
-print("from 2 ranks to 4, and to 1,024")
+    halves = [elements["reduce_scatter"], elements["all_gather"]]
+    print(f"N = {n}: reduce_scatter {halves[0]:,.0f} + all_gather {halves[1]:,.0f} elements = {sum(halves) / P:g} P")
+    print(f"counted {sum(halves):,.0f}, 2P(N−1)/N = {2 * P * (n - 1) / n:,.0f}")
+print("from 2 ranks to 4, and to 1,024: times")
 print(*(f"{mz.theory.traffic(0, P, n) / mz.theory.traffic(0, P, 2):.3f}" for n in (4, 1024)))
 
 # %% [markdown]
@@ -318,7 +318,7 @@ print(*(f"{mz.theory.traffic(0, P, n) / mz.theory.traffic(0, P, 2):.3f}" for n i
 #
 # $P$ counts the elements of all buckets (the model's Ψ parameters plus some padding so that N ranks can cut them evenly; here P = Ψ), $N$ the ranks. Each half costs
 # $P(N-1)/N$. The ZeRO paper calls the sum **2Ψ** and measures everything against it (section 7): this is the price that ZeRO-1 and ZeRO-2 will match, and ZeRO-3
-# will exceed. There was one more tiny collective in the step: the ranks agree which parameters had a gradient at all, 57 numbers here, unit "control".
+# will exceed. There was one more tiny collective in the step: in it the ranks agree which parameters had a gradient at all, one number for each.
 #
 # So far every run began from the same seed on all ranks. What if it does not?
 
@@ -342,8 +342,8 @@ print("distance between the ranks after 32 steps, over the distance at the start
 print(f"{distance(a32, b32) / distance(a0, b0):.3f}")
 
 # %% [markdown]
-# Exactly as far apart as before. Both ranks subtract the same vector, so what stands between them never changes, in 32 steps or in a million. It is the mean of two models'
-# gradients, taken at two different places, and fits neither. And look at the loss: it falls. No error, no NaN, a curve that looks fine.
+# Exactly as far apart as before. Both ranks subtract the same vector, so what stands between them never changes, in 32 steps or in a million. That vector is the mean of two
+# models' gradients, taken at two different places, and fits neither. And look at the loss: it falls. No error, no NaN, a curve that looks fine.
 # This is how the bug is met in the wild: as a model that is worse than it should be, or as a checkpoint that depends on which rank wrote it.
 #
 # The cure is one broadcast before the first step: **rank 0 wins**. It covers frozen parameters too, because they have no gradient that could ever bring them together. And
@@ -406,7 +406,7 @@ print(f"{loud / quiet:.1f}")
 # %% [markdown]
 # ## 8. Three curves: which one has the bug?
 #
-# Now the real thing. We train the small GPT for 150 steps with AdamW, three times: **one process** on whole batches; **DDP** on 2 ranks, the engine with all that we have seen; and 2 ranks that
+# Now the real thing. We train the small GPT for 100 steps with AdamW, three times: **one process** on whole batches; **DDP** on 2 ranks, the engine with all that we have seen; and 2 ranks that
 # are **missing a line**: somebody has forgotten to divide by N, so each rank steps with the *sum* of the gradients, twice the mean.
 #
 # **Predict.** The picture calls them A, B and C. How will the broken curve look? Twice as steep? Unstable? Decide, then look for it.
@@ -437,15 +437,15 @@ def mean_loss(results):
     return [sum(losses) / len(losses) for losses in zip(*(losses for losses, _ in results), strict=True)]
 
 
-whole = train(0, 1, 150, optimizer=adamw)
-engine = on(2).run(train_ddp, 2, 150)
-forgotten = on(2).run(train, 2, 150, sum_gradients, adamw)
+whole = train(0, 1, 100, optimizer=adamw)
+engine = on(2).run(train_ddp, 2, 100)
+forgotten = on(2).run(train, 2, 100, sum_gradients, adamw)
 curves = {"A": mean_loss(forgotten), "B": whole[0], "C": mean_loss(engine)}
 apart = max(max(step) - min(step) for step in zip(*curves.values(), strict=True))
 print("all three losses within 0.01 of one another in every step:", apart < 0.01)
 
 # %% tags=["nbval-ignore-output"]
-plots.curve(list(range(1, 151)), curves, xlabel="steps", ylabel="loss", title="One process, DDP, and DDP with a bug")
+plots.curve(list(range(1, 101)), curves, xlabel="steps", ylabel="loss", title="One process, DDP, and DDP with a bug")
 
 # %% [markdown]
 # You cannot tell, and no one could. (It is A.) Adam divides the mean of the gradients by the root of the mean of their squares, so a factor of 2 that is in both cancels. The bug sits in the run for
@@ -467,7 +467,7 @@ print("no division: same parameters as one process at twice the learning rate:",
 print("DDP: same parameters as one process:", equal(engine_sgd, reference))
 
 # %% [markdown]
-# And what did 150 steps on two ranks teach the model? Before and after:
+# And what did 100 steps on two ranks teach the model? Before and after:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)

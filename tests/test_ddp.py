@@ -187,7 +187,7 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.body, self.head = nn.Linear(4, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 4, bias=False)
-        self.head.weight = nn.Parameter(self.embed.weight.detach().t())
+        self.head.weight = nn.Parameter(self.embed.weight.detach().t().clone())
         self.out = nn.Linear(4, 6, bias=False)
         self.out.weight = self.embed.weight
 
@@ -689,6 +689,24 @@ def test_a_sparse_gradient_is_refused_on_every_rank(ranks):
         assert error.startswith("RuntimeError: parameter 'weight' has a sparse gradient") and "sparse=False" in error
 
 
+def optimizing_in_backward(rank):
+    """A hook that updates with this rank's gradient and drops it would train on this rank alone."""
+    model = mlp(3, 2)
+
+    def update(p):
+        p.data -= 0.1 * p.grad
+        p.grad = None
+
+    model[0].weight.register_post_accumulate_grad_hook(update)
+    engine = wrap(model)
+    return refusal(engine.backward, loss_of(engine, rows(model, rank, 4)))
+
+
+def test_a_hook_that_takes_a_gradient_away_is_refused(ranks):
+    for error in ranks(2).run(optimizing_in_backward):
+        assert error.startswith("RuntimeError: a hook has taken the gradient of parameter '0.weight' away")
+
+
 def checkpointed_whole(rank, world_size, use_reentrant, direct, calls):
     """The whole model in one checkpoint, with the engine inside or outside of it."""
     model, reference = build("awkward", torch.float64), build("awkward", torch.float64)
@@ -786,12 +804,12 @@ class Accident(Exception):
 
 
 @contextlib.contextmanager
-def accident_at(parameter, here=True):
-    """A user's hook raises when the gradient of `parameter` has been computed."""
+def accident_at(tensor, here=True):
+    """A user's hook raises when the gradient of `tensor` has been computed."""
     def raises(gradient):
         raise Accident("in a hook")
 
-    handle = parameter.register_hook(raises) if here else None
+    handle = tensor.register_hook(raises) if here else None
     yield
     if handle:
         handle.remove()
@@ -814,9 +832,9 @@ def accidents(rank, world_size, where, direct):
         elif where == "abandoned":
             loss_of(engine, x)
         else:
-            spots = {"late": [model.first.weight], "elsewhere": [model.first.weight, model.last.weight, model.shift]}[where]
+            loss = loss_of(engine, x)
+            spots = {"late": [model.first.weight], "elsewhere": [model.first.weight, loss, model.shift]}[where]
             with accident_at(spots[rank % len(spots)]):
-                loss = loss_of(engine, x)
                 error = refusal(loss.backward) if direct else refusal(engine.backward, loss)
             assert error == "Accident: in a hook"
             if where == "elsewhere" and step % 3 == 1:

@@ -52,6 +52,9 @@ WHATS = ["gather", "forward", "backward", "reduce", "free", "step", "wait", "cop
 NS = [2, 3, 4, 8, 16, 32, 64]
 PICTURES = {
     "bars": lambda: plots.memory_bars(PEAKS, "Peak of one training step"),
+    "bars with a long name": lambda: plots.memory_bars(
+        {"ZeRO-2, the name of which is long": dict.fromkeys(plots.COLOURS, MB)}
+    ),
     "ladder": plots.memory_ladder,
     "curve over time": lambda: plots.memory_curve([i / 100 for i in range(40)], COMB, "One step of ZeRO-3"),
     "traffic": lambda: plots.traffic_bars(
@@ -214,6 +217,13 @@ def test_a_bars_segments_follow_one_another_in_the_courses_order():
         for p in boxes(figure, plots.COLOURS[kind])
     ]
     assert spans == [(0, 1), (1, 2), (3, 4)]
+
+
+def test_a_kind_is_named_above_the_place_where_its_segment_begins():
+    figure = plots.memory_bars({"a long name of a bar": {"params": 2 * MB, "grads": 2 * MB, "optimizer": 3 * MB}})
+    squares = [text.get_window_extent().x0 for text in texts(figure) if text.get_text() == "■"]
+    segments = [box.get_window_extent().x0 for box in figure.axes[0].patches]
+    assert squares == pytest.approx(segments, abs=1.5)
 
 
 def test_kinds_without_bytes_are_not_named():

@@ -105,7 +105,7 @@ def with_experts(rank, world_size, engine_type, orders, direct):
     engine.load_state_dict(engine.state_dict())  # rank 0's
     alone.load_state_dict(model.state_dict())
     unused = model.experts[3].weight.detach().clone()
-    for step in range(10):
+    for step in range(6):
         turn = orders[step % 3 :] + orders[: step % 3]
         with mz.record_traffic() as traffic:
             loss = loss_of(engine, share(rows(model, step, 6), rank, world_size), turn[rank])
@@ -190,7 +190,7 @@ def with_an_adversary(rank, world_size, engine_type, name, how):
         model = build(name)
         engine = engine_type(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), bucket_mb=1e-4)
         with opponent():
-            for step in range(4):
+            for step in range(3):
                 x = share(rows(model, step, 12), rank, world_size)
                 with engine.no_sync() if how == "no_sync" else contextlib.nullcontext():
                     engine.backward(loss_of(engine, x) / 2)

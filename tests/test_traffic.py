@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from models import Awkward, ConvNet, build, loss_of, mlp, rows, share
+from models import Awkward, Checkpointed, ConvNet, build, loss_of, mlp, rows, share
 from torch import nn
 
 import minizero as mz
@@ -60,6 +60,21 @@ def test_a_parameter_in_two_reentrant_checkpoints_has_two_gradients_and_costs_it
     for _, _, ops, _ in ranks(2).run(steps, 2, engine_type, "checkpointed reentrant"):
         count = Counter(unit for op, unit, _ in ops if op == "reduce_scatter")
         assert set(count.values()) == {1, 2}
+
+
+def late_and_then_not(rank, engine_type):
+    model = Checkpointed(True, uses=2)
+    engine = engine_type(model, bucket_mb=1e-9)
+    with mz.record_traffic() as traffic:
+        for step, model.uses in enumerate((2, 1)):
+            engine.backward(loss_of(engine, rows(model, step, 4)))
+        engine.sync_gradients()
+    return sum(op.op == "reduce_scatter" for op in traffic.ops)
+
+
+@every_engine
+def test_a_gradient_that_came_late_travels_with_the_next_backward_at_no_cost(ranks, engine_type):
+    assert ranks(2).run(late_and_then_not, engine_type) == [2 * 12] * 2
 
 
 @every_engine

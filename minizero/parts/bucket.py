@@ -32,7 +32,7 @@ class Bucket:
         self.views = dict(zip(self.params, flat.views(self.grad_P, self.layout), strict=True))
         self.state = State.HERE
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank since it was last cleared
-        self.arrived: set[nn.Parameter] = set()  # had one since the bucket last left
+        self.arrived: set[nn.Parameter] = set()  # had one since the bucket last landed
         self.late = False  # a gradient came when the bucket had left (a parameter may get two): reduce once more
 
     @property
@@ -57,7 +57,6 @@ class Bucket:
             elif param.grad is not view:  # set by hand
                 self.take(param)
             param.grad = None
-        self.arrived.clear()
         self.state, self.late = State.IN_FLIGHT, False
         return self.grad_P
 
@@ -69,6 +68,7 @@ class Bucket:
                 self.used.add(param)
                 self.late = True
             param.grad = view
+        self.arrived.clear()
         self.state = State.HERE
 
     def gradients(self) -> list[bool]:

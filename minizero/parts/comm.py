@@ -144,7 +144,17 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
             return Pending([work], call)
         received_P = kinds.tag(torch.empty_like(full_P), "comm")
         work = dist.all_to_all_single(received_P, full_P, group=group, async_op=True)
-        return Pending([work], call, lambda: _mean_in_rank_order(shard_S, received_P.view(size, -1)))
+
+        def finish() -> None:
+            _mean_in_rank_order(shard_S, received_P.view(size, -1))
+            _free(received_P)
+
+        return Pending([work], call, finish)
+
+
+def _free(staging: Tensor) -> None:
+    """Give the memory back now. gloo's thread lets go of a tensor some moment after the wait, another one in every run."""
+    staging.untyped_storage().resize_(0)
 
 
 def _mean_in_rank_order(out_S: Tensor, rows_NS: Tensor) -> None:
@@ -206,14 +216,13 @@ def broadcast(tensors: Sequence[Tensor], group: Group, unit: str) -> None:
     with calls.logical("broadcast", packed, group, unit=unit, source=root) as call:
         dist.broadcast(packed, src=root, group=group)
         call.tell("done")
-    if rank_in(group) == 0:
-        return
     start = 0
-    for tensor in tensors:
+    for tensor in tensors if rank_in(group) > 0 else ():
         # .data: what autograd has saved of a buffer stays valid, as it does when a plain forward updates the buffer
         size = tensor.numel() * tensor.element_size()
         tensor.data.copy_(packed[start : start + size].clone().view(tensor.dtype).view(tensor.shape))
         start += size
+    _free(packed)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

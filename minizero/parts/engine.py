@@ -99,6 +99,11 @@ class Engine(nn.Module):
         _engines.add(self)
 
     def _check_gradient(self, param: nn.Parameter) -> None:
+        if param.grad is None:
+            raise RuntimeError(
+                f"a hook has taken the gradient of parameter {self._name(param)!r} away before it could be averaged: "
+                "use it after sync_gradients()"
+            )
         if param.grad.requires_grad:
             raise RuntimeError(
                 f"backward(create_graph=True) reached parameter {self._name(param)!r}: its gradient is averaged over the ranks, "

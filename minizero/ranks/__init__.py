@@ -119,7 +119,7 @@ class Ranks:
                     raise RuntimeError("these ranks were closed during a run") from error
                 if pool.broken:
                     pool.end()
-                if isinstance(error, RankError):
+                if isinstance(error, RankError) and pool.ready:
                     self._start()  # warm again by the time that the message has been read
                 if isinstance(error, (RankError, KeyboardInterrupt)):
                     # Its traceback tells how it was noticed, not how it happened.

@@ -30,7 +30,7 @@ class Pool:
 
     def __init__(self, world_size: int, backend: str, devices: list[str]):
         self.broken = False
-        self._ready = False
+        self.ready = False
         self._clean = False  # the process group can serve the next run
         self._runs = 0
         self._imported: dict[str, int] = {}  # files that the ranks have read -> time of their last change
@@ -70,7 +70,7 @@ class Pool:
         atexit.unregister(self._finalizer)
 
     def wait_until_ready(self) -> None:
-        if self._ready:
+        if self.ready:
             return
         self.broken = True
         deadline = time.monotonic() + START_TIMEOUT
@@ -83,7 +83,7 @@ class Pool:
                 process.join(5)
                 code, said = ending(process.exitcode), tail(self._folder / f"err-{rank}")
                 raise RankError(f"rank {rank} could not start: {code}{said}", rank, "ProcessDied", code) from None
-        self.broken, self._ready = False, True
+        self.broken, self.ready = False, True
 
     def run(self, payload: bytes, timeout: float) -> list:
         folder = self._folder / f"run-{self._runs}"

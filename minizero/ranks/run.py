@@ -125,9 +125,11 @@ class Member:
                 continue
             if not unfinished:
                 new = new[: new.rfind(b"\n") + 1]
+            if not new:
+                continue
             self._printed[name] += len(new)
             stream = sys.stdout if name == "out" else sys.stderr
-            for text in new.decode(errors="replace").removesuffix("\n").split("\n") if new else ():
+            for text in new.decode(errors="replace").removesuffix("\n").split("\n"):
                 shown = text.removesuffix("\r").rpartition("\r")[2]  # a progress bar overwrites its line
                 stream.write(f"[rank {self.rank}] {shown}\n")
             stream.flush()
