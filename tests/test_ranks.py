@@ -814,21 +814,23 @@ def fn(rank, folder):
     while rank == 0:
         pass
     time.sleep(60)
-ranks = mz.Ranks(2, device="cpu")
-print(ranks._pool._folder, flush=True)
+ranks, waiting = mz.Ranks(2, device="cpu"), mz.Ranks(1, device="cpu")
+waiting.run(lambda rank: 0)
+starting = mz.Ranks(1, device="cpu")
+print(ranks._pool._folder, waiting._pool._folder, starting._pool._folder, flush=True)
 ranks.run(fn, sys.argv[1])
 """
     (tmp_path / "script.py").write_text(text)
     command = [sys.executable, tmp_path / "script.py", tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        folder = Path(parent.stdout.readline().strip())
+        folders = list(map(Path, parent.stdout.readline().split()))
         written = [tmp_path / "pids-0", tmp_path / "pids-1"]
         await_(lambda: all(file.exists() and file.read_text().count(" ") == 2 for file in written), 40)
         processes = [psutil.Process(int(pid)) for file in written for pid in file.read_text().split()]
-        assert len(processes) == 4 and folder.exists()
+        assert len(processes) == 4 and all(folder.exists() for folder in folders)
         parent.kill()
     await_(lambda: not any(alive(process) for process in processes), 5)
-    assert not folder.exists()
+    await_(lambda: not any(folder.exists() for folder in folders), 20)  # a rank that still starts notices it last
 
 
 def test_under_torchrun_init_joins_the_group(tmp_path):
@@ -919,3 +921,31 @@ def test_in_a_notebook():
         client.stop_channels()
         manager.shutdown_kernel(now=True)
     await_(lambda: not any(alive(process) for process in left), 5)
+
+
+# --- what only two runs, or a wrong number, show ---------------------------------------------------------
+
+
+def keep_a_tensor(rank):
+    torch.kept_by_a_test = torch.ones(250)
+
+
+def count_kept_tensors(rank):
+    with mz.record_memory() as m:
+        other = m.now["other"]
+    del torch.kept_by_a_test
+    return other
+
+
+def test_the_meter_sees_a_tensor_that_an_earlier_run_left(ranks):
+    ranks(1).run(keep_a_tensor)
+    assert ranks(1).run(count_kept_tensors)[0] >= 1000
+
+
+def send_past_the_last_rank(rank):
+    dist.send(torch.ones(1), rank + 1)
+
+
+def test_a_rank_that_does_not_exist_is_named(ranks):
+    with pytest.raises(mz.RankError, match=r"send to rank 2 #1 .*the last of the 2 ranks is 1"):
+        ranks(2).run(send_past_the_last_rank)

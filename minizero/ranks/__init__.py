@@ -8,6 +8,7 @@ A rank that raises, dies, hangs or deadlocks is an error here, with its own sour
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import threading
@@ -56,6 +57,7 @@ def init() -> None:
         comm.join("nccl", rank, world_size, None, torch.device("cuda", local_rank))
     else:
         comm.join("gloo", rank, world_size, None, torch.device("cpu"))
+        atexit.register(comm.leave)  # gloo's threads often abort a process that ends while they run
 
 
 class Ranks:

@@ -67,6 +67,9 @@ def _different_ends(stories: Sequence[Story]) -> Verdict | None:
     """What a rank has sent is not what the other side takes."""
     for story in stories:
         for (op, group, peer, detail), sends in tuple(story.messages.items()):
+            if sends and peer is not None and peer >= len(stories):
+                reason = f"rank {story.rank} issues {sends[0]}, and the last of the {len(stories)} ranks is {len(stories) - 1}"
+                return Verdict(reason, story.rank, {story.rank: sends[0]})
             if op == "recv" or stories[peer].messages["recv", group, None, detail]:  # recv(src=None) takes what comes
                 continue
             for sent, taken in zip(sends, stories[peer].messages["recv", group, story.rank, detail], strict=False):

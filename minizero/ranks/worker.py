@@ -58,27 +58,32 @@ class Answer:
 
 
 def main(rank: int, world_size: int, backend: str, device: str, pipe: Any, folder: str, parent: int) -> None:
-    """The life of a rank, until the parent closes the pipe or ends itself."""
+    """The life of a rank, until the parent ends it or ends itself."""
     os.setpgid(0, 0)  # an interrupt in the notebook is the parent's to deal with; and we end with all that we start
-    threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
-    _send_output_to(Path(folder), rank)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # outside a run nobody needs to know where we are
+    try:
+        _send_output_to(Path(folder), rank)
+        threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
+        _serve(rank, world_size, backend, torch.device(device), pipe)
+    except (EOFError, ConnectionError, FileNotFoundError):  # the parent has gone, perhaps with the folder
+        _end(folder)
+
+
+def _serve(rank: int, world_size: int, backend: str, device: torch.device, pipe: Any) -> None:
     gc.freeze()  # the modules need not be looked at by each collection: it takes 1 ms, not 100
     pipe.send("ready")
     known = set(sys.modules)
     while True:
-        try:
-            order = pipe.recv()
-        except (EOFError, OSError):
-            return
-        answer = _run(rank, world_size, backend, torch.device(device), order, known)
+        order = pipe.recv()
+        answer = _run(rank, world_size, backend, device, order, known)
         failed = not answer.ok
         pipe.send(answer)
         del order, answer
         gc.collect()  # what the function left in cycles must not be alive in the next run
         if failed:
             comm.leave()  # whoever waits for this rank is told so by its connection, and need not be killed
-        gc.freeze()  # nor what lives on: more modules
+        if not any(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()):  # the meter must find those
+            gc.freeze()  # nor what lives on: more modules
 
 
 def _run(rank: int, world_size: int, backend: str, device: torch.device, order: Order, known: set[str]) -> Answer:
@@ -195,5 +200,9 @@ def _send_output_to(folder: Path, rank: int) -> None:
 def _end_with_parent(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
+    _end(folder)
+
+
+def _end(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)  # with all that this rank has started

@@ -118,11 +118,17 @@ def _everyone_starts_as_rank_0(answer, expect: Expect, world_size: int, parts: l
         expect.that(not others, "broadcasts are enough", "nothing but broadcasts", ", ".join(others), cause=cause)
         _check_complete(expect, outcome)
         count, tensors = outcome.count.get("broadcast", 0), len(first)
-        cause = "a tied weight is sent under both of its names" if "tied" in parts else "a tensor is sent more than once"
+        cause = (
+            "a tied weight is sent under both of its names" if "tied" in parts else "a tensor is sent more than once"
+        )
         if any(op.dtype == "uint8" for op in outcome.ops):
             cause = "an object is pickled and sent: broadcast the tensors themselves"
         expect.that(
-            count <= tensors, "one broadcast for each tensor is enough", f"at most {tensors}", f"{count} on rank {outcome.rank}", cause=cause
+            count <= tensors,
+            "one broadcast for each tensor is enough",
+            f"at most {tensors}",
+            f"{count} on rank {outcome.rank}",
+            cause=cause,
         )
 
 
@@ -435,7 +441,11 @@ def _same_buckets(got: object, want: list[list[int]], mistakes: dict[str, list[l
     if got == want:
         return
     if not isinstance(got, list):
-        raise Finding("the answer is a list of buckets, and a bucket a list of parameters", f"{want}, by the parameters' places", f"{got}")
+        raise Finding(
+            "the answer is a list of buckets, and a bucket a list of parameters",
+            f"{want}, by the parameters' places",
+            f"{got}",
+        )
     cause = next((text for text, wrong in mistakes.items() if got == wrong), "")
     members = [i for bucket in got for i in bucket]
     missing = sorted({i for bucket in want for i in bucket} - set(members))

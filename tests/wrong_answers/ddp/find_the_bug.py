@@ -56,11 +56,18 @@ def average_weights(model):
             as_it_was(param.data)
 
 
-wrong("there is one. Look at which tensor is divided", "a", loop(right), mistake="says that the gradients are too large")
+wrong(
+    "there is one. Look at which tensor is divided", "a", loop(right), mistake="says that the gradients are too large"
+)
 wrong("the traffic is right", "c", loop(right), mistake="says that too much is sent")
 wrong("With which gradients does each rank take it?", "d", loop(right), mistake="says that the ranks agree")
 wrong("the weights are still averaged during backward", "b", loop(as_it_was), mistake="mends nothing")
 wrong("summed, not averaged", "b", loop(summed), mistake="averages the gradient and loses the division")
 wrong("nothing is reduced", "b", loop(of_a_copy), mistake="averages a copy of the gradient")
-wrong("that hides the symptom", "b", loop(lambda param: None, average_weights), mistake="averages the weights after the step")
+wrong(
+    "that hides the symptom",
+    "b",
+    loop(lambda param: None, average_weights),
+    mistake="averages the weights after the step",
+)
 wrong("the weights are still sent", "b", loop(both), mistake="averages gradients and weights")
