@@ -26,7 +26,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="ZeRO from scratch: a course in notebooks. Begin with `minizero doctor` and `minizero lab`.",
 )  # fmt: skip
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)  # a name that is broken over two lines cannot be copied
 
 LessonName = Annotated[str, typer.Argument(metavar="NN", help='a lesson: "1", "01", "01_ddp" or "ddp"')]
 _MARKS = {State.PASSED: "[green]✓ passed[/]", State.FAILED: "[red]✗ failed[/]", State.NOT_DONE: "[dim]· not done[/]"}
@@ -100,12 +100,12 @@ def check(
         console.print(f"[red]code cell {place} fails[/]  {escape(error)}\n")
     for verdict in verdicts:
         if verdict.state is State.FAILED:
-            console.print(Text(verdict.text), soft_wrap=True)
+            console.print(Text(verdict.text))
             console.print()
     table = Table("exercise", "points", "", box=None, pad_edge=False)
     for verdict in verdicts:
         table.add_row(verdict.name, str(registry.find(verdict.name).points), _MARKS[verdict.state])
-    console.print(table)
+    console.print(table, soft_wrap=False)
     passed = [verdict for verdict in verdicts if verdict.state is State.PASSED]
     console.print(f"\n{len(passed)} of {len(verdicts)} exercises of {which.name} passed")
     if len(passed) < len(verdicts):
@@ -124,7 +124,7 @@ def hint(
             Syntax(hints.solution(name), "python", theme="ansi_light", background_color="default", word_wrap=True)
         )
     else:
-        console.print(hints.take_hint(name, level), markup=False, soft_wrap=True)
+        console.print(hints.take_hint(name, level), markup=False)
 
 
 @app.command()
@@ -140,7 +140,7 @@ def status() -> None:
         table.add_row(lesson.name, _title(lesson), f"{bar} {len(passed)} of {len(names)}", str(taken or ""))
         if upcoming is None and len(passed) < len(names):
             upcoming = lesson, next(name for name in names if name not in passed)
-    console.print(table)
+    console.print(table, soft_wrap=False)
     if upcoming is None:
         console.print("\n[green]✓[/] all exercises have passed")
         return
@@ -201,7 +201,7 @@ def _examined(only_failures: bool = False) -> bool:
         mark = "[green]✓[/]" if line.ok else "[red]✗[/]" if line.essential else "[yellow]![/]"
         if not (line.ok and only_failures):
             console.print(
-                f"{mark} {escape(line.text)}" + (f"\n    → {escape(line.cure)}" if not line.ok else ""), soft_wrap=True
+                f"{mark} {escape(line.text)}" + (f"\n    → {escape(line.cure)}" if not line.ok else "")
             )
     return well
 

@@ -433,7 +433,6 @@ def raise_(error):
         (lambda rank: torch.ones(2) @ torch.ones(3), "RuntimeError", "inconsistent tensor size"),
         (lambda: 0, "TypeError", "takes 0 positional arguments but 1 was given"),
     ],
-    ids=str,
 )
 def test_any_exception_is_told(ranks, fn, kind, text):
     before = pids(ranks(2))
@@ -949,3 +948,23 @@ def send_past_the_last_rank(rank):
 def test_a_rank_that_does_not_exist_is_named(ranks):
     with pytest.raises(mz.RankError, match=r"send to rank 2 #1 .*the last of the 2 ranks is 1"):
         ranks(2).run(send_past_the_last_rank)
+
+
+def fail_at_once(rank):
+    raise NotImplementedError
+
+
+def fail_alone(rank):
+    if rank == 1:
+        raise ValueError
+    dist.all_reduce(torch.ones(3))
+
+
+def test_ranks_that_fail_at_once_can_go_on_at_once(ranks):
+    """A rank that has joined its new group must not leave it again while another one is still joining."""
+    for _ in range(20):
+        for fn in (fail_at_once, fail_at_once, fail_alone):
+            with pytest.raises(mz.RankError) as failure:
+                ranks(2).run(fn)
+            assert failure.type is mz.RankError and failure.value.exception_type in ("NotImplementedError", "ValueError")
+        assert ranks(2).run(lambda rank: dist.all_reduce(torch.ones(3))) == [None, None]

@@ -55,6 +55,8 @@ def join(backend: str, rank: int, world_size: int, store: dist.Store | None, dev
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     else:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+        if backend == "gloo":
+            dist.barrier()  # or a rank that fails at once breaks the connections that another is still making
 
 
 def leave() -> None:
