@@ -13,40 +13,48 @@ VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+LAB := $(VENV)/.lab
+DEV := $(VENV)/.dev
 
 .PHONY: lab test notebooks check bench clean
 
-lab: $(INSTALLED)
+lab: $(LAB)
 	@$(BIN)/minizero doctor
 	@$(BIN)/minizero lab $(ARGS)
 
-test: $(INSTALLED)
+test: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/python -m minizero.course.build --check
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 120 notebooks
 
-notebooks: $(INSTALLED)
+notebooks: $(DEV)
 	$(BIN)/python -m minizero.course.build $(if $(FORCE),--force)
 
-check: $(INSTALLED)
+check: $(DEV)
 	$(BIN)/python -m minizero.course.build --check
 
-bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks
+bench: $(LAB)
+	$(BIN)/python benchmarks/step_time.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find minizero tests authoring -name __pycache__ -prune -exec rm -rf {} +
 
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
+
 # Anew when the dependencies change, or when the environment is not whole.
-$(INSTALLED): pyproject.toml constraints.txt
+$(LAB): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON) here: make lab PYTHON=python3.12, or any from 3.10 on"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "minizero needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1):"; \
 	  echo "    make lab PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "$(PYTHON) cannot make an environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	  -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
+	@touch $@
+
+# What tests and authors need besides.
+$(DEV): $(LAB)
+	$(PIP) -e '.[dev]'
 	@touch $@

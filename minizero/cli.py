@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import tempfile
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -28,7 +30,7 @@ app = typer.Typer(
 )  # fmt: skip
 console = Console(highlight=False, soft_wrap=True)  # a name that is broken over two lines cannot be copied
 
-LessonName = Annotated[str, typer.Argument(metavar="NN", help='a lesson: "1", "01", "01_ddp" or "ddp"')]
+LessonName = Annotated[str, typer.Argument(metavar="LESSON", help='a lesson: "1", "01", "01_ddp" or "ddp"')]
 _MARKS = {State.PASSED: "[green]✓ passed[/]", State.FAILED: "[red]✗ failed[/]", State.NOT_DONE: "[dim]· not done[/]"}
 
 
@@ -75,7 +77,7 @@ def start(lesson: LessonName) -> None:
     """Copy a lesson's exercises to work/, where they are yours."""
     path = folders.start(_lesson(lesson))
     console.print(
-        f"[green]✓[/] work/{path.name} is yours: open it in `minizero lab`, then `minizero check {path.name[:2]}`"
+        f"[green]✓[/] work/{path.name} is yours: open it in `minizero lab`, save it, then `minizero check {path.name[:2]}`"
     )
 
 
@@ -107,7 +109,10 @@ def check(
         table.add_row(verdict.name, str(registry.find(verdict.name).points), _MARKS[verdict.state])
     console.print(table, soft_wrap=False)
     passed = [verdict for verdict in verdicts if verdict.state is State.PASSED]
-    console.print(f"\n{len(passed)} of {len(verdicts)} exercises of {which.name} passed")
+    saved = datetime.fromtimestamp(path.stat().st_mtime).strftime("%H:%M")
+    console.print(f"\n{len(passed)} of {len(verdicts)} exercises of {which.name} passed (as saved at {saved})")
+    if not exercises_from:  # what passed once and no longer does is to be done again
+        progress.forget_passes({verdict.name for verdict in verdicts} - {verdict.name for verdict in passed})
     if len(passed) < len(verdicts):
         raise typer.Exit(1)
 
@@ -120,9 +125,8 @@ def hint(
 ) -> None:
     """Give the next hint for an exercise: the idea, then the functions, then the code in words."""
     if solution:
-        console.print(
-            Syntax(hints.solution(name), "python", theme="ansi_light", background_color="default", word_wrap=True)
-        )
+        code = Syntax(hints.solution(name), "python", theme="ansi_light", background_color="default")
+        console.print(code.highlight(code.code), end="")  # as text: a Syntax cuts or breaks long lines
     else:
         console.print(hints.take_hint(name, level), markup=False)
 
@@ -154,8 +158,10 @@ def status() -> None:
 
 @app.command()
 def reset(lesson: LessonName) -> None:
-    """Begin a lesson's exercises anew. Your old copy is kept beside the new one."""
-    backup, path = folders.reset(_lesson(lesson))
+    """Begin a lesson's exercises anew: none has passed. Your old copy is kept beside the new one."""
+    which = _lesson(lesson)
+    backup, path = folders.reset(which)
+    progress.forget_passes(_exercises(which))
     kept = f"; the old one is now work/{backup.name}" if backup else ""
     console.print(f"[green]✓[/] work/{path.name} is a fresh copy{kept}")
 
@@ -186,6 +192,8 @@ def _run(lesson: Lesson, path: Path, env: dict[str, str]) -> tuple[list[Verdict]
     notebook = notebooks.read(path)
     try:
         notebooks.execute(notebook, path.parent, allow_errors=True, env=env)
+    except (asyncio.CancelledError, AssertionError):  # an interrupt: nbclient ends the kernel and trips over its absence
+        raise KeyboardInterrupt from None
     except DeadKernelError:
         raise CourseError(
             f"{path.name} ends its own kernel: look for os._exit or sys.exit outside a function"

@@ -80,6 +80,15 @@ def test_reset_keeps_every_old_copy(course, minizero):
     assert work.read_bytes() == (course / "exercises" / "00_toy.ipynb").read_bytes()
 
 
+def test_what_is_to_be_done_anew_has_not_passed(course, minizero):
+    minizero("start", "0")
+    for again in ("reset", "check"):
+        progress.record_pass("toy.mean")
+        progress.record_hint("toy.mean", 2)
+        minizero(again, "0")
+        assert progress.read() == {"toy.mean": {"hints": 2}}
+
+
 def test_reset_without_a_copy_starts_one(course, minizero):
     assert minizero("reset", "toy")[0] == 0
     assert (course / "work" / "00_toy.ipynb").exists()
@@ -160,6 +169,26 @@ def test_hints_come_level_by_level_then_the_solution(course, minizero):
     assert "dist.all_reduce(tensor)" in minizero("hint", "toy.mean", "--solution")[1]
     code, _, err = minizero("hint", "toy.maen")
     assert code == 1 and err == "minizero: there is no exercise 'toy.maen': did you mean toy.mean?\n"
+
+
+def test_a_solution_in_a_narrow_terminal_is_still_python(course, minizero, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = minizero("hint", "toy.mean", "--solution")
+    assert code == 0 and compile(out, "solution", "exec")
+
+
+def test_a_lesson_in_the_place_of_an_exercise_and_the_reverse(course, minizero):
+    assert minizero("hint", "toy")[2].startswith("minizero: 'toy' is a lesson; its exercises are toy.mean, ")
+    assert minizero("check", "toy.mean")[2] == "minizero: 'toy.mean' is an exercise; this takes its lesson, 00\n"
+
+
+def test_an_interrupt_ends_a_check_without_a_word(course, minizero, monkeypatch):
+    def interrupted(*_, **__):
+        raise AssertionError  # what nbclient says when its kernel was taken away
+
+    minizero("start", "0")
+    monkeypatch.setattr("minizero.course.notebooks.execute", interrupted)
+    assert minizero("check", "0") == (130, "", "")
 
 
 def test_status_shows_what_is_done_and_what_is_next(course, minizero):

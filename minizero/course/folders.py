@@ -61,7 +61,10 @@ def lessons(root: Path) -> list[Lesson]:
 def find_lesson(root: Path, name: str) -> Lesson:
     """The lesson that is meant by "1", "01", "01_ddp" or "ddp". `CourseError` lists the lessons if there is none."""
     known = lessons(root)
+    topic, _, exercise = name.partition(".")
     for lesson in known:
+        if exercise and topic == lesson.topic:
+            raise CourseError(f"{name!r} is an exercise; this takes its lesson, {lesson.number}")
         if name in (lesson.name, lesson.topic) or (name.isdecimal() and int(name) == int(lesson.number)):
             return lesson
     raise CourseError(f"there is no lesson {name!r}; there are {', '.join(lesson.name for lesson in known)}")

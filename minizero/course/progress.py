@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,12 @@ def read() -> dict[str, Entry]:
 def record_pass(name: str) -> None:
     """Note that `name` has passed. The time of the first pass stays."""
     _update(name, lambda entry: entry.setdefault("passed", datetime.now(timezone.utc).isoformat(timespec="seconds")))
+
+
+def forget_passes(names: Iterable[str]) -> None:
+    """These are to be done again. Hints stay taken."""
+    for name in set(names) & read().keys():
+        _update(name, lambda entry: entry.pop("passed", None))
 
 
 def record_hint(name: str, level: int) -> None:

@@ -110,9 +110,13 @@ def find(name: str) -> Exercise:
     if name not in _exercises:
         load()
     if name not in _exercises:
+        of_topic = [known for known in _exercises if known.partition(".")[0] == name.split("_")[-1]]
+        if of_topic:
+            raise CourseError(f"{name!r} is a lesson; its exercises are {', '.join(of_topic)}")
         near = difflib.get_close_matches(name, _exercises, n=3, cutoff=0.6)
         near = near or [known for known in _exercises if known.endswith(f".{name}")]
-        raise CourseError(f"there is no exercise {name!r}" + (f": did you mean {' or '.join(near)}?" if near else ""))
+        cure = f": did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(_exercises)}"
+        raise CourseError(f"there is no exercise {name!r}{cure}")
     return _exercises[name]
 
 

@@ -36,6 +36,10 @@ class RankError(RuntimeError):
         super().__init__(text)
         self.rank, self.exception_type, self.message = rank, exception_type, message
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the text, which has the rank's own traceback; not how the parent noticed."""
+        return f"{type(self).__name__}: {self}".splitlines()
+
 
 class RanksTimeout(RankError, TimeoutError):
     """The deadline of a run passed, or the ranks' journals prove that they wait for each other for ever."""
@@ -281,7 +285,7 @@ class Run:
     def _timeout(self) -> RanksTimeout:
         self._read()
         found = mismatch(self.stories)
-        why = f"the run took longer than its {self.timeout:g} s"
+        why = f"the run took longer than its {self.timeout:g} s (timeout={self.timeout:g} of mz.Ranks or mz.launch)"
         text = f"{why}{f'; {self._told(found)}' if found else '.'}\n{self._others()}"
         late = [member for member in self.members if not member.over]
         first = next((member for member in late if member.state is State.RUNNING), late[0])
