@@ -25,7 +25,7 @@ lab: $(LAB)
 test: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/python -m minizero.course.build --check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 120 notebooks
 
 notebooks: $(DEV)

@@ -1,10 +1,12 @@
 # %% [markdown]
 # # 01 DDP: exercises
 #
-# You build DDP from plain `torch` and `torch.distributed`: the start, the naive average, buckets, the overlap, accumulation. Each answer is a small
-# function or class that every rank calls at the same time. `mz.DDP` may be read, but not used.
+# You build DDP from plain `torch` and `torch.distributed`: the start, the naive average, buckets, the
+# overlap, accumulation. Each answer is a small function or class that every rank calls at the same
+# time. `mz.DDP` may be read, but not used.
 #
-# Most checks give rank r gradients of 10^r · (1, 2, 3, …): on two ranks a sum reads 11, 22, 33, … and a mean 5.5, 11, 16.5, … To try something yourself before you check it:
+# Most checks give rank r gradients of 10^r · (1, 2, 3, …): on two ranks a sum reads 11, 22, 33, … and
+# a mean 5.5, 11, 16.5, … To try something before you check it:
 #
 # ```python
 # def attempt(rank):
@@ -30,13 +32,17 @@ from minizero.course import ask, check, hint
 # %% [markdown]
 # ## 1. Everyone starts as rank 0
 #
-# Each rank has built the model with a seed of its own. `broadcast(model)` overwrites, in place, whatever a rank has to have in common with rank 0 before the first step. It returns nothing.
+# Each rank has built the model with a seed of its own. `broadcast(model)` overwrites whatever a rank
+# has to have in common with rank 0 before the first step. It returns nothing.
 #
-# Example: `weight` is [1, 2] on rank 0 and [10, 20] on rank 1, `running_mean` (a buffer) is [6] and [60]. Afterwards both ranks have [1, 2] and [6].
+# Example: `weight` is [1, 2] on rank 0 and [10, 20] on rank 1, `running_mean` (a buffer) is [6] and
+# [60]. Afterwards both ranks have [1, 2] and [6].
 #
-# The model keeps its tensor objects, because an optimizer may hold them already. No object is pickled and sent: a model's worth of pickle is slow.
+# The model keeps its tensors and their memory, because an optimizer may hold them already. A buffer
+# may hold large whole numbers. No object is pickled and sent: that is slow.
 #
-# Checked on 2 and 3 ranks: the values, whole numbers too, whatever kind of tensor they belong to; the same objects as before; broadcasts only, at most one for each tensor.
+# Checked on 2 and 3 ranks: all values; the same tensors in the same memory; `dist.broadcast` only, at
+# most one for each tensor.
 
 # %%
 def broadcast(model):
@@ -57,14 +63,20 @@ check("ddp.broadcast", broadcast)
 # %% [markdown]
 # ## 2. The naive average
 #
-# `average_gradients(model)` is called after `loss.backward()` and before `optimizer.step()`. Afterwards every trainable parameter's `.grad` is the mean of the ranks' gradients. It returns nothing.
+# `average_gradients(model)` is called after `loss.backward()` and before `optimizer.step()`.
+# Afterwards every trainable parameter's `.grad` is the mean of the ranks' gradients. It returns
+# nothing.
 #
-# Two kinds of parameters come without a gradient. A *frozen* one (`requires_grad` is False) has none on any rank, and must not get one. A trainable one that *this* rank did not
-# use in this step has `.grad` None here, but may have a gradient elsewhere: it counts as zeros, and gets the mean like all others.
+# Two kinds of parameters come without a gradient. A *frozen* one (`requires_grad` is False) has none
+# on any rank, and must not get one. A trainable one that *this* rank did not use in this step has
+# `.grad` None here, and counts as zeros: another rank may have used it. It gets the mean like all
+# others.
 #
 # Example, two ranks: rank 0 has [4, 6], rank 1 has None. Both end with [2, 3].
 #
-# Checked on 2 and 3 ranks: the means; weights untouched; one `all_reduce` for each trainable parameter and none for a frozen one; three steps of SGD against one process that sees all rows.
+# Checked on 2 and 3 ranks: the means; weights untouched; one `all_reduce` for each trainable
+# parameter, in its gradient's dtype (16 bits too); three steps of SGD against one process that sees
+# all rows.
 
 # %%
 def average_gradients(model):
@@ -89,25 +101,32 @@ check("ddp.average", average_gradients)
 # %% [markdown]
 # ## 3. Which parameters share a bucket?
 #
-# `partition(params, bucket_bytes)` takes the list of a model's parameters in order of registration and returns a list of buckets, each a list of the same parameter objects. Frozen parameters are left out.
+# `partition(params, bucket_bytes)` takes a list of a model's parameters in order of registration. It
+# returns a list of buckets, each a list of the same objects. Buckets are filled in *reverse*: the
+# first begins with the last parameter. A bucket closes for good before the parameter that would take
+# it over `bucket_bytes` (filled to the last byte is not over). A parameter larger than that has a
+# bucket to itself.
 #
-# The parameters go into buckets in *reverse*: the first bucket begins with the last parameter. A bucket closes before the parameter that would take it over `bucket_bytes`;
-# filled to the last byte is not over. A parameter that is larger than `bucket_bytes` gets a bucket to itself. No bucket is empty.
+# Frozen parameters are left out. A *tied* one stands in the list twice and goes into one bucket,
+# where it stands *first*: its gradient is complete only when backward has come to that place.
 #
-# Example, fp32 (4 bytes an element), 32 bytes a bucket, parameters a, b, c, d of 6, 2, 3, 5 elements: [[d, c], [b, a]], with 20 + 12 = 32 and 8 + 24 = 32 bytes.
+# Example, fp32, 32 bytes a bucket, parameters a, b, c, d of 6, 2, 3, 5 elements, list [a, b, c, d,
+# a]: [[d, c], [b, a]], with 20 + 12 and 8 + 24 bytes.
 #
-# Checked without ranks: order, sizes in bytes also for 16-bit parameters, exact fits, oversized and frozen parameters, nothing lost.
+# Checked without ranks: order; bytes, also in 16 bits; exact fits; large, frozen, tied ones; no
+# bucket empty.
 
 # %%
 def partition(params, bucket_bytes):
     """Trainable parameters in reverse order, cut into buckets of at most `bucket_bytes` bytes: a list of lists."""
     ### BEGIN SOLUTION
     # Why so: in reverse, because backward finishes the last layer's gradient first, and the first bucket should be full while most of
-    # backward is still to come. The question "does it still fit?" is asked before a parameter is put in, so the limit holds.
+    # backward is still to come. dict.fromkeys keeps each object at its first place, so it comes before reversed(). The question
+    # "does it still fit?" is asked before a parameter is put in, so the limit holds.
     # The usual mistake: collecting into a separate list that is appended when it is full. The last one never gets full, and its parameters,
     # the first layer's, are trained by each rank for itself.
     buckets, size = [], 0
-    for param in reversed(params):
+    for param in reversed(list(dict.fromkeys(params))):
         if not param.requires_grad:
             continue
         if not buckets or size + param.nbytes > bucket_bytes:
@@ -124,13 +143,18 @@ check("ddp.partition", partition)
 # %% [markdown]
 # ## 4. One collective for each bucket
 #
-# `average_in_buckets(buckets)` does what `average_gradients` did, with one `all_reduce` for each bucket. `buckets` is a list of lists of trainable parameters, all of one dtype, equal on all ranks. Afterwards every
-# parameter's `.grad` is the mean, in the parameter's own shape. A parameter without a gradient on this rank counts as zeros.
+# `average_in_buckets(buckets)` does what `average_gradients` did, with one `all_reduce` for each
+# bucket. `buckets` is a list of lists of trainable parameters, all of one dtype, equal on all ranks.
+# Afterwards every `.grad` is the mean, in the parameter's own shape. A missing gradient counts as
+# zeros.
 #
-# Example, two ranks, one bucket of a [2]- and a [1]-shaped parameter: gradients [1, 2] and [3] on rank 0, [10, 20] and [30] on rank 1. One all_reduce of 3 elements leaves 11, 22, 33; the gradients become
-# [5.5, 11] and [16.5] on both ranks.
+# Example, two ranks, one bucket of a [2]- and a [1]-shaped parameter: gradients [1, 2] and [3] on
+# rank 0, [10, 20] and [30] on rank 1. One all_reduce of 3 elements leaves 11, 22, 33; the gradients
+# become [5.5, 11] and [16.5] on both ranks.
 #
-# Checked on 2 and 3 ranks: the means for shapes such as [2, 2], [3, 1] and [] (one number); a gradient that is not contiguous; one missing on one rank; the number of collectives, their sizes and their order.
+# Checked on 2 and 3 ranks: the means for shapes such as [2, 2], [3, 1] and [] (one number); a
+# gradient that is not contiguous; one missing on one rank; 16 bits; the all_reduces, their sizes,
+# dtype and order.
 
 # %%
 def average_in_buckets(buckets):
@@ -157,15 +181,20 @@ check("ddp.buckets", average_in_buckets)
 # %% [markdown]
 # ## 5. The overlap
 #
-# `Overlapped(model, buckets)` registers hooks on the parameters in `buckets`, once. Then, for each step: `loss.backward()`, `engine.finish()`, `optimizer.step()`, `optimizer.zero_grad()`.
+# `Overlapped(model, buckets)` registers hooks on the parameters in `buckets`, once. Then, for each
+# step: `loss.backward()`, `engine.finish()`, `optimizer.step()`, `optimizer.zero_grad()`.
 #
-# A bucket leaves as **one asynchronous `all_reduce`, from inside the hook** that completes it, yet only when all buckets ahead of it in the list have left: on another rank the gradients may arrive
-# in another order, or not at all. `finish()` launches what has not left, a gradient that is None as zeros; it waits for all; then every `.grad` is the mean. Nothing is waited for before that.
+# A bucket leaves as **one asynchronous `all_reduce`, from inside the hook** that completes it, yet
+# only when all buckets ahead of it in the list have left. Backward waits for nothing. `finish()`
+# launches what has not left, with zeros for a gradient that is None, and waits for all; then every
+# `.grad` is the mean.
 #
-# Example, buckets [[c], [b], [a]] and gradients arriving in the order c, a, b: c leaves when c arrives, nothing when a arrives, b and then a when b arrives.
+# Example, buckets [[c], [b], [a]] and gradients arriving in the order c, a, b: c leaves when c
+# arrives, nothing when a arrives, b and then a when b arrives.
 #
-# Checked on 2 and 3 ranks: what has been issued at each gradient; no collective complete when backward ends; values, also in a second backward, with a layer that one rank does not use or uses in
-# another order; three steps of SGD against one process.
+# Checked on 2 and 3 ranks: what has left at each gradient; rank 0's backward ends though no other
+# rank has begun, its finish() does not; means, also in a second step, with a layer that one rank does
+# not use or uses in another order; three steps of SGD against one process.
 
 # %%
 class Overlapped:
@@ -219,15 +248,19 @@ check("ddp.overlap", Overlapped)
 # %% [markdown]
 # ## 6. Accumulation
 #
-# `Accumulating` is your `Overlapped` with a context manager `no_sync()`. A step of G micro-batches runs G − 1 backwards inside `with engine.no_sync():`, one outside, and then `engine.finish()` once. Losses come
-# already divided by G.
+# `Accumulating` is your `Overlapped` with a context manager `no_sync()`. A step of G micro-batches
+# runs G − 1 backwards inside `with engine.no_sync():`, one outside, and then `engine.finish()` once.
+# Losses come already divided by G.
 #
-# Inside `no_sync()` nothing is sent; gradients add up in `.grad` as always. The backward outside reduces each bucket once, from its hooks, and `finish()` leaves the mean over the ranks of what has come together
-# over all G micro-batches. That includes a parameter which was used in an earlier micro-batch only. If an exception leaves the block, the next backward outside reduces again.
+# Inside, nothing is sent; gradients add up in `.grad`. The backward outside reduces each bucket once,
+# from its hooks, and waits for nothing. `finish()` leaves the mean over the ranks of what all G have
+# added, also for a parameter that only an earlier one used. An exception leaves the block as it came,
+# and the next backward outside reduces again. You may go back and change `Overlapped`.
 #
-# Example, two ranks, G = 2, one parameter: gradients 1 and 2 on rank 0, 10 and 20 on rank 1. `.grad` ends as (3 + 30) / 2 = 16.5, after one all_reduce.
+# Example, two ranks, G = 2, one parameter: gradients 1 and 2 on rank 0, 10 and 20 on rank 1. `.grad`
+# ends as (3 + 30) / 2 = 16.5, after one all_reduce.
 #
-# You may go back and change `Overlapped`. Checked on 2 and 3 ranks: collectives inside and outside; values; an exception inside; a second step.
+# Checked on 2 and 3 ranks: collectives inside and outside; means; an exception inside; a second step.
 
 # %%
 class Accumulating(Overlapped):
@@ -265,7 +298,8 @@ check("ddp.accumulate", Accumulating)
 # %% [markdown]
 # ## 7. Say the number
 #
-# How much travels? `ask("ddp.number")` without a seed gives other figures each time; `check` compares with the question that was asked last. 1 GB is 10⁹ bytes, B is 10⁹.
+# How much travels? 1 GB is 10⁹ bytes, B is 10⁹, and 1 % off is right. A wrong answer is worked out
+# line by line. `ask("ddp.number", seed=1)` gives other figures; `check` judges by those asked last.
 
 # %%
 ask("ddp.number", seed=0)
@@ -283,9 +317,15 @@ check("ddp.number", answer)
 # %% [markdown]
 # ## 8. Find the bug
 #
-# Someone has written DDP in twenty lines. It runs without an error on any number of ranks, and the loss falls. In a pull request you are asked: what would one *measure* that shows the bug? Then mend it.
+# Someone has written DDP in twenty lines. It runs without an error on any number of ranks, and the
+# loss falls. The ranks start with equal weights and read different rows. Read the loop before you run
+# it.
 #
-# The ranks start with equal weights and read different rows. Read the loop before you run it.
+# What would one *measure* that shows the bug? Answer that, then mend the hook. The rest of the loop
+# stays: only gradients travel, and each rank returns its own losses.
+#
+# Checked on 2 and 3 ranks: what each step() is given, weights and losses against one process; the
+# traffic.
 
 # %%
 ask("ddp.find_the_bug")

@@ -55,17 +55,22 @@ class DDP(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """loss.backward(), every bucket all-reduced meanwhile; inside no_sync() it only accumulates."""
-        self._gradients = Gradients.ARRIVING if self._sync else Gradients.LOCAL
-        loss.backward()
+        self._check_loss(loss)
         if self._sync:
-            self._reduce_the_rest()
+            self._gradients = Gradients.ARRIVING
+        try:
+            loss.backward()
+        finally:  # also if it raises: the other ranks wait for this one's buckets
+            if self._sync:
+                self._reduce_the_rest()
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         """Autograd has finished one gradient."""
         bucket = self._bucket_of[param]
         bucket.take(param)
         if not self._sync:
-            self._gradients = Gradients.LOCAL
+            if self._gradients is Gradients.SYNCED:
+                self._gradients = Gradients.REDUCED  # and the bucket is late
             return
         if self._gradients is not Gradients.ARRIVING:  # loss.backward() was called directly
             self._gradients = Gradients.ARRIVING
@@ -114,7 +119,7 @@ class DDP(Engine):
 
     def sync_gradients(self) -> None:
         """After it, each parameter's .grad is the mean over the ranks, or None if no rank had a gradient for it."""
-        if self._gradients is Gradients.SYNCED:
+        if self._gradients is Gradients.SYNCED and all(bucket.as_handed_out for bucket in self.buckets):
             return
         if self._gradients is not Gradients.REDUCED:
             self._reduce_the_rest()
@@ -129,7 +134,7 @@ class DDP(Engine):
         self._gradients = Gradients.SYNCED
 
     def _agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
-        """What some rank had a gradient for, and which buckets a gradient came too late for on some rank."""
+        """What some rank had a gradient for, and which buckets have changed on some rank since they were reduced."""
         flags = [flag for bucket in self.buckets for flag in bucket.gradients()]
         flags += [bucket.late for bucket in self.buckets]
         somewhere = iter(comm.any_rank(flags, self.group, self.device))
@@ -138,7 +143,8 @@ class DDP(Engine):
     def step(self, closure: None = None) -> bool:
         """Update the weights with the averaged gradients and clear them. True if it did, False if the step was skipped."""
         optimizer = self._optimizer_or_error(closure)
-        self.sync_gradients()
+        if self._gradients is not Gradients.SYNCED:  # what was edited since then counts as it is
+            self.sync_gradients()
         sound = self._gradients_are_sound()
         if sound:
             optimizer.step()

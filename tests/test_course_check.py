@@ -1,6 +1,8 @@
 """check(): every odd answer is refused with a word on what is wrong with it, and right ones say what they cost."""
 
+import math
 import os
+import sys
 import threading
 import time
 
@@ -40,7 +42,13 @@ def refused(answer, name="toy.mean"):
     return failure.value
 
 
-def test_a_right_answer_prints_what_was_checked_and_what_it_cost(capsys):
+@pytest.fixture
+def warm(capsys):
+    expect.ranks(2)
+    capsys.readouterr()
+
+
+def test_a_right_answer_prints_what_was_checked_and_what_it_cost(warm, capsys):
     check("toy.mean", toy_course.mean)
     assert capsys.readouterr().out == (
         "✓ toy.mean   2 points\n"
@@ -55,7 +63,7 @@ def sums(tensor):
     return tensor
 
 
-def test_a_wrong_answer_is_one_finding_with_its_cause_and_hint(capsys):
+def test_a_wrong_answer_is_one_finding_with_its_cause_and_hint(warm, capsys):
     failure = refused(sums)
     assert str(failure) == (
         "✗ toy.mean   world_size=2\n"
@@ -66,6 +74,35 @@ def test_a_wrong_answer_is_one_finding_with_its_cause_and_hint(capsys):
     )
     assert capsys.readouterr() == ("", "")
     assert progress.read() == {}
+
+
+@pytest.mark.parametrize("world_size, line", [(1, "starting 1 rank …\n"), (2, "starting 2 ranks …\n")])
+def test_that_processes_start_is_said_before_the_wait(monkeypatch, capsys, world_size, line):
+    monkeypatch.setattr(mz, "Ranks", lambda *_, **__: print("starts", end=""))
+    expect.ranks.__wrapped__(world_size)
+    assert capsys.readouterr().out == line + "starts"
+
+
+class Notebook:
+    """What IPython answers in a notebook. `someone`: a reader sits there, and could type."""
+
+    def __init__(self, someone):
+        self.kernel = type("Kernel", (), {"_allow_stdin": someone})
+
+
+@pytest.mark.parametrize(
+    "someone, hint, solution",
+    [
+        (True, 'hint("toy.mean")        (level 1 of 3)', 'hint("toy.mean", "solution")'),
+        (False, "minizero hint toy.mean        (level 1 of 3)", "minizero hint toy.mean --solution"),
+    ],
+)
+def test_the_hint_is_named_as_the_reader_can_ask_for_it(monkeypatch, someone, hint, solution):
+    ipython = type("IPython", (), {"get_ipython": lambda: Notebook(someone)})
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert str(refused(sums)).splitlines()[-1] == f"  hint      {hint}"
+    progress.record_hint("toy.mean", 3)
+    assert str(refused(sums)).splitlines()[-1] == f"  hint      {solution}"
 
 
 def test_a_notebook_shows_the_finding_without_a_traceback():
@@ -194,6 +231,36 @@ def holds(lock):
     return answer
 
 
+def reads_what_nobody_wrote(tensor):
+    return torch.empty_like(tensor)
+
+
+def reads_before_wait(tensor):
+    if dist.get_rank() == 1:
+        dist.recv(torch.zeros(1), 0)  # rank 0 has looked
+        dist.send(tensor, 0)
+        return tensor
+    arriving = tensor.new_empty(3)
+    work = dist.irecv(arriving, 1)
+    early = arriving / 2
+    dist.send(torch.zeros(1), 1)
+    work.wait()
+    return early
+
+
+@pytest.mark.parametrize("answer", [reads_what_nobody_wrote, reads_before_wait])
+def test_what_nobody_has_written_is_nan_and_named(answer):
+    text = str(refused(answer))
+    assert "got  [nan, nan, nan]" in text
+    assert "cause?    something was read that nobody had written: before its wait, or from torch.empty" in text
+
+
+def test_nan_that_is_right_is_no_cause():
+    with pytest.raises(Finding) as finding:
+        Expect().equal(torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 2.0]), rule="r")
+    assert finding.value.cause == ""
+
+
 class Odd:
     """An object whose every method fails."""
 
@@ -255,6 +322,17 @@ def test_a_pure_function_runs_in_a_process_of_its_own(example, capsys):
 
     check("example.thing", os.getpid)
     assert capsys.readouterr().out == "✓ example.thing   1 point\n  checked   the process\n"
+
+
+def test_part_of_a_byte_is_rounded_and_said_to_be(example, capsys):
+    @example
+    def check_thing(answer, expect):
+        expect.case(world_size=3)
+        expect.run(answer, 3)
+        expect.case("the cost is that of the case that was run")
+
+    check("example.thing", lambda rank: dist.all_reduce(torch.ones(38)))  # 2 · 152 · 2/3 bytes
+    assert "cost      about 203 bytes a rank: 1 all_reduce      world_size=3\n" in capsys.readouterr().out
 
 
 def test_the_learners_objects_are_never_changed():

@@ -837,8 +837,8 @@ def accidents(rank, world_size, where, direct):
             with accident_at(spots[rank % len(spots)]):
                 error = refusal(loss.backward) if direct else refusal(engine.backward, loss)
             assert error == "Accident: in a hook"
-            if where == "elsewhere" and step % 3 == 1:
-                engine.zero_grad()
+            if not direct:
+                engine.zero_grad()  # as in plain PyTorch, what had arrived by then is there
             if where == "elsewhere" and step % 3 == 2:
                 with torch.no_grad():
                     engine(x)
@@ -853,6 +853,67 @@ def test_after_an_exception_in_forward_or_backward_the_next_step_is_right(ranks,
     if where == "elsewhere" and direct:
         pytest.skip("rank 1 raises before any gradient arrives: only engine.backward() knows that a backward had begun")
     assert max(ranks(world_size).run(accidents, world_size, where, direct)) <= 1e-9
+
+
+def accident_between_micro_steps(rank, world_size):
+    """The second of three backwards raises before any gradient. As in plain PyTorch, the other two count."""
+    model = nn.Linear(3, 1, bias=False).double()
+    engine = mz.DDP(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = weights(model)
+    for x in (1.0, 2.0, 4.0):
+        loss = engine(torch.full((1, 3), x * (1 + rank), dtype=torch.float64)).sum()
+        with accident_at(loss, here=x == 2):
+            refusal(engine.backward, loss)
+    engine.step()
+    return (before[0] - weights(model)[0]).flatten().tolist()
+
+
+@world_sizes
+def test_a_backward_that_raises_takes_nothing_from_those_before_and_after(ranks, world_size):
+    mean = 5.0 * sum(range(1, world_size + 1)) / world_size
+    assert ranks(world_size).run(accident_between_micro_steps, world_size) == [pytest.approx([mean] * 3)] * world_size
+
+
+def steps_by_hand(rank, world_size):
+    """Gradients set by hand, on some ranks in some steps; the engine has no optimizer."""
+    param = nn.Parameter(torch.zeros(3))
+    engine = mz.DDP(nn.ParameterList([param]))
+    means = []
+    for step in range(4):
+        if step != 2 or rank == 0:
+            param.grad = torch.full((3,), float(rank + step))
+        engine.sync_gradients()
+        engine.sync_gradients()  # nothing has changed: nothing happens
+        means.append(param.grad[0].item())
+        engine.zero_grad()
+    return means
+
+
+@world_sizes
+def test_gradients_set_by_hand_are_averaged_in_every_step(ranks, world_size):
+    middle = (world_size - 1) / 2
+    expected = [middle, middle + 1, 2 / world_size, middle + 3]
+    assert ranks(world_size).run(steps_by_hand, world_size) == [pytest.approx(expected)] * world_size
+
+
+def edited_before_the_step(rank, world_size, how):
+    param = nn.Parameter(torch.zeros(3))
+    engine = mz.DDP(nn.ParameterList([param]), torch.optim.SGD([param], lr=1.0))
+    engine.backward((engine.module[0] * (1.0 + rank)).sum())
+    if how == "in place":
+        param.grad += 10 * rank
+    elif how == "replaced":
+        param.grad = param.grad + 10 * rank
+    engine.step()
+    return -param[0].item()
+
+
+@world_sizes
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_a_gradient_edited_between_backward_and_step_is_averaged_once_more(ranks, how, world_size):
+    middle = (world_size - 1) / 2
+    expected = pytest.approx(1 + middle + 10 * middle)
+    assert ranks(world_size).run(edited_before_the_step, world_size, how) == [expected] * world_size
 
 
 def accident_in_no_sync(rank, world_size):

@@ -292,7 +292,7 @@ def test_a_call_that_torch_refuses_does_not_count(judge):
         dist.barrier()
 
     assert judge(fn) is None
-    assert judge.rows == ["finished, after 1 collective"] * 2
+    assert judge.rows == ["finished, after 1 call"] * 2
 
 
 # --- every function of torch.distributed is heard -----------------------------------------------------

@@ -476,3 +476,22 @@ def test_saved_at_two_ranks_it_goes_on_at_any_number_as_if_nothing_had_been(rank
     for resumed in ranks(world_size).run(second_half, world_size, engine_type, 3, state, optimizer_state):
         difference = max((a - b).abs().max().item() for a, b in zip(weights(plain), resumed, strict=True) if a.numel())
         assert difference <= (0 if world_size == 2 else 1e-9)
+
+
+def strange_optimizers(rank, engine_type):
+    model = torch.nn.Linear(3, 1)
+    lbfgs = refusal(engine_type, model, torch.optim.LBFGS(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_type(model, optimizer)
+    no_loss = refusal(engine.backward, None)
+    counted = refusal(engine.load_optimizer_state_dict, optimizer.state_dict())
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    return lbfgs, no_loss, counted, refusal(engine, torch.ones(1, 3)), refusal(engine.step)
+
+
+def test_what_would_train_on_one_rank_alone_or_not_at_all_is_refused(ranks, engine_type):
+    for lbfgs, no_loss, counted, at_forward, at_step in ranks(2).run(strange_optimizers, engine_type):
+        assert lbfgs.startswith("ValueError: LBFGS needs a closure")
+        assert no_loss.startswith("TypeError: backward() needs the loss")
+        assert counted.startswith("ValueError: the optimizer state counts its parameters")
+        assert at_forward == at_step and "group 1 holds 1 tensor(s) that are no parameters of this model" in at_step

@@ -366,6 +366,11 @@ def test_the_ring_frames_the_chunk_that_moves_and_labels_its_arrow():
     assert arrows == [str((rank - 2) % 4) for rank in range(4)]
 
 
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_the_ring_says_what_its_filling_means_at_every_step(step):
+    assert any("filled 1/4 for each rank in the sum" in word for word in words(plots.ring(4, step)))
+
+
 def test_nothing_moves_at_the_end_of_a_ring():
     figure = plots.ring(3, 4)
     assert not [text for text in figure.axes[0].texts if text.get_bbox_patch()]

@@ -497,7 +497,7 @@ def crash(rank):
         (killed, ["rank 1 died: SIGKILL (killed from outside; when memory ran out, by the system)"]),
         (
             crash,
-            ["rank 1 died: SIGSEGV", "it was computing, after 0 collectives, at ", "ctypes.string_at(0)  # this line"],
+            ["rank 1 died: SIGSEGV", "it was computing, after 0 calls, at ", "ctypes.string_at(0)  # this line"],
         ),
     ],
 )
@@ -545,7 +545,7 @@ def group_of_one_side(rank):
 @pytest.mark.parametrize(
     "fn, texts",
     [
-        (skip, ["but rank 1 has finished without it", "async_op=True).wait()  # this line", "rank 1  finished, after 0 collectives"]),
+        (skip, ["but rank 1 has finished without it", "async_op=True).wait()  # this line", "rank 1  finished, after 0 calls"]),
         (different, ["different collectives (not the same arguments): rank 0 barrier #1 (monitored), rank 1 barrier #1"]),
         (from_each_other, ["rank 0 waits in recv from rank 1 #1 (float32 [3]) while rank 1 waits in recv from rank 0"]),
         (two_groups_in_other_order, ["SUM, group 2 of ranks [0, 1]) while rank 1 waits in all_reduce #1 (float32 [1], SUM, group 1"]),
@@ -553,11 +553,27 @@ def group_of_one_side(rank):
     ],
 )  # fmt: skip
 def test_a_deadlock_is_told_long_before_the_deadline(ranks, fn, texts):
+    before = pids(ranks(2))
     error = failure(ranks(2), fn)
     assert isinstance(error, mz.RanksTimeout) and isinstance(error, TimeoutError)
     assert str(error).startswith("deadlock: ") and "Where each rank stands:" in str(error)
     for text in [*texts, "rank 0  waiting in "]:
         assert text in str(error)
+    if fn is not group_of_one_side:  # that one waits for a file, and not on a connection
+        assert pids(ranks(2)) == before  # the ranks let go of each other, and nobody had to be killed
+
+
+def lets_go_and_goes_on(rank):
+    try:
+        dist.recv(torch.ones(3), src=1 - rank)
+    except RuntimeError:
+        time.sleep(60)
+
+
+def test_a_rank_that_does_not_let_go_is_replaced(ranks):
+    before = pids(ranks(2))
+    assert str(failure(ranks(2), lets_go_and_goes_on)).startswith("deadlock: ")
+    assert not set(before) & set(pids(ranks(2)))
 
 
 def test_unequal_sizes_are_told_on_both_sides_though_gloo_ends_the_process(ranks):
@@ -600,11 +616,10 @@ def test_at_the_deadline_each_rank_is_placed(ranks):
     with timeout_of(ranks(2), 1.0), pytest.raises(mz.RanksTimeout) as caught:
         ranks(2).run(fn)
     text = str(caught.value)
-    assert text.startswith("the run took longer than its 1 s.") and caught.value.rank == 0
-    assert "rank 0  computing, after 1 collective, at " in text and (
-        "while True" in text or "# an endless loop" in text
-    )
-    assert "rank 1  computing, after 1 collective" in text
+    assert text.startswith("the run took longer than its 1 s (timeout=1 of mz.Ranks") and caught.value.rank == 0
+    assert "rank 0  computing, after 1 call, at " in text
+    assert "while True" in text or "# an endless loop" in text
+    assert "rank 1  computing, after 1 call" in text
 
 
 def test_no_false_alarm(ranks):
@@ -765,7 +780,7 @@ def test_an_interrupt_tells_where_the_ranks_were_and_leaves_a_pool_to_go_on_with
     monkeypatch.undo()
     out, err = capsys.readouterr()
     assert out == "[rank 0] begun\n[rank 1] begun\n"
-    assert "rank 1  computing, after 0 collectives, at " in err and "time.sleep(30)" in err
+    assert "rank 1  computing, after 0 calls, at " in err and "time.sleep(30)" in err
     assert not any(psutil.pid_exists(pid) for pid in before)
     assert ranks(2).run(all_reduce) == [[3, 3, 3]] * 2
 
@@ -908,7 +923,7 @@ def test_in_a_notebook():
             "def slow(rank):\n    print('begun', rank)\n    time.sleep(60)\nranks.run(slow)", interrupt_at="begun 0"
         )
         assert error[0] == "KeyboardInterrupt" and "[rank 1] begun 1" in out
-        assert "rank 0  computing, after 0 collectives, at Cell In[5], line 3: time.sleep(60)" in err
+        assert "rank 0  computing, after 0 calls, at Cell In[5], line 3: time.sleep(60)" in err
         out, _, _ = cell(
             "[p.pid for p in psutil.Process().children() if 'resource_tracker' not in ' '.join(p.cmdline())]"
         )
@@ -946,7 +961,7 @@ def send_past_the_last_rank(rank):
 
 
 def test_a_rank_that_does_not_exist_is_named(ranks):
-    with pytest.raises(mz.RankError, match=r"send to rank 2 #1 .*the last of the 2 ranks is 1"):
+    with pytest.raises(mz.RankError, match=r"send to rank 2 #1 .*ranks count from 0 to 1"):
         ranks(2).run(send_past_the_last_rank)
 
 

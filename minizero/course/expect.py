@@ -33,6 +33,7 @@ PRINTED = 12  # lines of what an answer printed that a failure shows
 @functools.cache
 def ranks(world_size: int) -> mz.Ranks:
     """The warm CPU ranks that all checks share. `Ranks` closes them at exit."""
+    print(f"starting {world_size} rank{'s' * (world_size != 1)} …", flush=True)  # on a busy machine it takes a while
     return mz.Ranks(world_size, timeout=DEADLINE, device="cpu")
 
 
@@ -102,7 +103,8 @@ class Expect:
         Raises Finding if a rank failed, Untouched if it met a stub.
         """
         outcomes = self._run(program, world_size, args, causes, memory)
-        self._cost = cost(outcomes)
+        sent = cost(outcomes)
+        self._cost = f"{sent}      {self.what}".rstrip() if sent else ""
         return outcomes
 
     def equal(
@@ -129,6 +131,8 @@ class Expect:
         cause = next((text for text, value in (mistakes or {}).items() if differ(got, value, of, tol) is None), "")
         if got is None and not cause:
             cause = "nothing is returned: a return is missing"
+        if not cause and _NAN.search(found) and not _NAN.search(expected):
+            cause = "something was read that nobody had written: before its wait, or from torch.empty"
         raise Finding(rule, f"{place} is {expected}", found, so, cause)
 
     def that(
@@ -139,16 +143,16 @@ class Expect:
             raise Finding(rule, expected, got, so, cause)
 
     def cost(self) -> str:
-        """What the last run sent, in words; empty if nothing was sent."""
-        return self._cost + (f"      {self.what}" if self._cost and self.what else "")
+        """What the last run sent, in words, and in which case; empty if nothing was sent."""
+        return self._cost
 
     def _run(
         self, program: Callable, world_size: int, args: tuple, causes: Mapping[str, str] | None, memory: bool
     ) -> list[Outcome]:
-        output = io.StringIO()
+        output, pool = io.StringIO(), ranks(world_size)
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                return ranks(world_size).run(_measured, program, args, memory)
+                return pool.run(_measured, program, args, memory)
         except mz.RankError as error:
             raise self._failure(error, world_size, causes or {}) from error
         except Exception as error:
@@ -173,7 +177,7 @@ class Expect:
         elif error.exception_type == "ProcessDied":
             rule, got = "every rank stays alive", f"died: {error.message}"
         elif error.exception_type == "RankError":
-            rule, got = "all ranks issue the same collectives", error.message
+            rule, got = "what one rank issues fits what the others do", error.message
         elif world_size > 1:
             got = f"rank {error.rank} raised {got}"
         cause = next((cause for piece, cause in causes.items() if piece.lower() in text.lower()), "")
@@ -191,6 +195,8 @@ def _call(rank: int, fn: Callable, *args: Any) -> Any:
 
 
 def _measured(rank: int, program: Callable, args: tuple, memory: bool) -> Outcome:
+    # Fills torch.empty with NaN, so that who reads what nobody has written always sees it. Each run starts without.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     with mz.record_traffic() as traffic, mz.record_memory() if memory else contextlib.nullcontext() as meter:
         value = program(rank, *args)
     peak, peak_total = (dict(meter.peak), meter.peak_total) if meter else ({}, 0)
@@ -242,6 +248,7 @@ def _frames(text: str) -> list[_Frame]:
 # --- comparing and showing -------------------------------------------------------------------------
 
 _SHORT = 8  # elements up to which a tensor or list is shown whole
+_NAN = re.compile(r"\bnan\b")
 
 
 def differ(got: Any, want: Any, of: str, tol: float) -> tuple[str, str, str] | None:
@@ -346,4 +353,5 @@ def cost(outcomes: list[Outcome]) -> str:
     if not most.ops:
         return ""
     up_to = "" if all(outcome.bytes_sent == most.bytes_sent for outcome in outcomes) else "up to "
-    return f"{up_to}{show(most.bytes_sent)} bytes a rank: " + ", ".join(f"{n} {op}" for op, n in most.count.items())
+    about = "" if most.bytes_sent == int(most.bytes_sent) else "about "  # 2P(N − 1)/N of something odd
+    return f"{up_to}{about}{show(round(most.bytes_sent))} bytes a rank: " + ", ".join(f"{n} {op}" for op, n in most.count.items())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from minizero.course import folders, progress
 from minizero.course.registry import LEVELS, CourseError, Exercise, find
 
 
-def hint(name: str, level: int | None = None) -> None:
-    """Print the next hint for an exercise, or that of a level from 1 to 3."""
-    print(take_hint(name, level))
+def hint(name: str, level: int | str | None = None) -> None:
+    """Print the next hint for an exercise, that of a level from 1 to 3, or, for the level "solution", the solution."""
+    print(solution(name) if level == "solution" else take_hint(name, level))
 
 
 def take_hint(name: str, level: int | None = None) -> str:
@@ -19,19 +20,28 @@ def take_hint(name: str, level: int | None = None) -> str:
     if level is None:
         level = min(_taken(name) + 1, LEVELS)
     if not isinstance(level, int) or not 1 <= level <= LEVELS:
-        raise CourseError(f"hints have levels 1, 2 and 3, not {level!r}")
+        raise CourseError(f'hints have levels 1, 2 and 3, and "solution", not {level!r}')
     progress.record_hint(name, level)
-    after = "the next one: " if level < LEVELS else "then the solution: "
-    command = f"minizero hint {name}" + " --solution" * (level == LEVELS)
-    return f"{name}, hint {level} of {LEVELS}\n\n{exercise.hints[level - 1].strip()}\n\n{after}{command}"
+    after = "then the solution: " if level == LEVELS else "the next one: "
+    return f"{name}, hint {level} of {LEVELS}\n\n{exercise.hints[level - 1].strip()}\n\n{after}{_how_to_ask(name, level)}"
 
 
 def next_hint(exercise: Exercise) -> str:
-    """Which hint to ask for, as a failed check names it."""
+    """How to ask for the next hint, as a failed check says it."""
     taken = _taken(exercise.name)
-    if taken >= LEVELS:
-        return f"minizero hint {exercise.name} --solution"
-    return f"minizero hint {exercise.name}        (level {taken + 1} of {LEVELS})"
+    which = "" if taken >= LEVELS else f"        (level {taken + 1} of {LEVELS})"
+    return _how_to_ask(exercise.name, taken) + which
+
+
+def _how_to_ask(name: str, taken: int) -> str:
+    """The words for what comes after `taken` hints, where the reader sits: in a notebook or at a terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    # `minizero check` runs a notebook for a reader at a terminal: then the kernel has nobody who could type.
+    in_notebook = shell is not None and getattr(getattr(shell, "kernel", None), "_allow_stdin", True)
+    if in_notebook:
+        return f'hint("{name}", "solution")' if taken >= LEVELS else f'hint("{name}")'
+    return f"minizero hint {name}" + " --solution" * (taken >= LEVELS)
 
 
 def solution(name: str) -> str:

@@ -16,6 +16,7 @@ from minizero.course.finding import Finding, Untouched
 from minizero.course.registry import CourseError, Exercise, find, register, summary
 
 _asked: dict[str, int] = {}  # exercise -> the seed of the figures that were asked last
+_worked_out: set[str] = set()  # questions that have had a wrong answer, and were answered in turn
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Question:
     text      what is asked, figures included
     answer    the number, in `unit`
     working   how one gets there, line by line; printed after a wrong answer
-    mistakes  the mistake, in words -> the number that it leads to
+    mistakes  the mistake, in words -> the number that it leads to; those differ, so that a number has one cause
     tol       relative
     """
 
@@ -41,7 +42,10 @@ class Question:
 
 
 def ask(name: str, seed: int = 0) -> None:
-    """Print the question of an exercise. Another seed, other figures; `check` judges by the figures asked last."""
+    """Print the question of an exercise. A seed stands for its figures, and `check` judges by those asked last.
+
+    A wrong answer is worked out line by line; after it, in this session, only an answer to fresh figures counts.
+    """
     exercise = find(name)
     if exercise.question is None:
         raise CourseError(f"{name} has no question to ask: its statement is in the notebook")
@@ -54,8 +58,9 @@ def number(name: str, *, hints: list[str], points: int = 1) -> Callable[[Callabl
 
     def registered(make: Callable[[random.Random], Question]) -> Callable:
         def check(answer: Any, expect: Expect) -> None:
-            question = make(random.Random(_asked.get(name, 0)))
-            _judge(_as_number(answer), question)
+            seed = _asked.get(name, 0)
+            expect.case(seed=seed)
+            _judge(_as_number(answer), name, seed, make)
 
         def text(seed: int) -> str:
             return make(random.Random(seed)).text
@@ -78,15 +83,22 @@ def _as_number(answer: Any) -> float:
     return value
 
 
-def _judge(got: float, question: Question) -> None:
-    if question.is_close(got, question.answer):
+def _judge(got: float, name: str, seed: int, make: Callable[[random.Random], Question]) -> None:
+    question = make(random.Random(seed))
+    right, known = question.is_close(got, question.answer), question.text in _worked_out
+    if right and not known:
         return
-    cause = next((text for text, wrong in question.mistakes.items() if question.is_close(got, wrong)), "")
+    _worked_out.add(question.text)
+    fresh = (other for other in range(seed + 1, seed + 100) if make(random.Random(other)).text not in _worked_out)
+    so = f'the answer to these figures is out: ask("{name}", seed={next(fresh, seed + 1)}) gives fresh ones'
+    if right:
+        raise Finding("the figures are fresh, not worked out already", got=f"{show(got)} {question.unit}", so=so)
     raise Finding(
         rule="worked out line by line",
         expected="\n".join([*question.working, f"= {show(question.answer)} {question.unit}"]),
         got=f"{show(got)} {question.unit}",
-        cause=cause,
+        so=so,
+        cause=next((text for text, wrong in question.mistakes.items() if question.is_close(got, wrong)), ""),
     )
 
 

@@ -252,12 +252,13 @@ def ring(world_size: int, step: int) -> Figure:
         raise ValueError(f"world_size={n}: a ring is drawn for 2 to 6 ranks")
     if not 0 <= step <= last:
         raise ValueError(f"step={step}: an all-reduce among {n} ranks has steps 0 to {last - 1}, and {last} is its end")
+    filled = f"filled 1/{n} for each rank in the sum"
     if step == last:
-        title, legend = "The end: every rank holds every sum", f"full = summed over all {n} ranks"
+        title, legend = "The end: every rank holds every sum", filled
     else:
         title = "reduce-scatter: the receiver adds" if step < n - 1 else "all-gather: the receiver copies"
         title = f"Step {step}, {title}"
-        legend = f"rank r sends chunk (r − {step + 1}) mod {n}\nfull = summed over all {n} ranks"
+        legend = f"rank r sends chunk (r − {step + 1}) mod {n}\n{filled}"
     figure, ax = _axes()
     _head(figure, title)
     ax.set_axis_off()

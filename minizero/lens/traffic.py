@@ -36,7 +36,7 @@ class Op:
         return f"Op({self.op}, numel={self.numel}, {self.dtype}, bytes={self.bytes}{unit})"
 
 
-@dataclass
+@dataclass(eq=False)  # two recorders that have counted the same are still two
 class Traffic:
     """What was issued on this rank, in order."""
 
@@ -54,11 +54,14 @@ class Traffic:
             return
         gives = call.source is None or (call.source == comm.global_rank()) == (call.op in ("broadcast", "scatter"))
         sent = theory.sent(call.op, call.numel * call.itemsize, len(call.ranks), is_source=gives)
+        if call.sent is not None:
+            sent = call.sent * call.itemsize
         self.ops.append(Op(call.op, call.numel, call.dtype, sent, call.unit, call.start))
         self._of_call[id(call)] = self.ops[-1]
 
-    def waiting(self, call: calls.Call) -> None:
-        pass
+    def failed(self, call: calls.Call) -> None:
+        """torch has refused it: nothing was sent."""
+        self.ops = [op for op in self.ops if op is not self._of_call.get(id(call))]
 
     def done(self, call: calls.Call) -> None:
         op = self._of_call.pop(id(call), None)

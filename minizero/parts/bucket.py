@@ -33,7 +33,7 @@ class Bucket:
         self.state = State.HERE
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank since it was last cleared
         self.arrived: set[nn.Parameter] = set()  # had one since the bucket last landed
-        self.late = False  # a gradient came when the bucket had left (a parameter may get two): reduce once more
+        self._mean = -1  # the buffer's version counter when the mean was in it
 
     @property
     def full(self) -> bool:
@@ -57,16 +57,16 @@ class Bucket:
             elif param.grad is not view:  # set by hand
                 self.take(param)
             param.grad = None
-        self.state, self.late = State.IN_FLIGHT, False
+        self.state = State.IN_FLIGHT
         return self.grad_P
 
     def land(self) -> None:
-        """The mean has arrived. What came after the bucket had left is added to it, on this rank, and makes it `late`."""
+        """The mean has arrived. What came after the bucket had left (a parameter may get two gradients) is added to it."""
+        self._mean = self.grad_P._version
         for param, view in self.views.items():
             if param.grad is not None:
                 view.add_(param.grad)
                 self.used.add(param)
-                self.late = True
             param.grad = view
         self.arrived.clear()
         self.state = State.HERE
@@ -77,6 +77,16 @@ class Bucket:
             if param.grad is not None and param.grad is not view:
                 self.take(param)
         return [param in self.used and param.grad is not None for param in self.params]
+
+    @property
+    def late(self) -> bool:
+        """Something was added or changed on this rank since the mean arrived: the bucket must be reduced once more."""
+        return self.grad_P._version != self._mean
+
+    @property
+    def as_handed_out(self) -> bool:
+        """Nobody has changed, cleared or replaced a gradient since hand_out()."""
+        return not self.late and all(p.grad is (view if p in self.used else None) for p, view in self.views.items())
 
     def hand_out(self, used_somewhere: set[nn.Parameter]) -> None:
         """Every parameter's .grad is its view of the mean, or None if no rank had a gradient for it."""

@@ -65,6 +65,7 @@ class Call:
     where: tuple[str, int] = ("", 0)  # the file and line of the caller outside torch and minizero
     start: float = field(default_factory=time.perf_counter)
     end: float | None = None  # when this rank knew that it was complete
+    sent: int | None = None  # elements that this rank sends, where that is no matter of numel and op
 
     def tell(self, event: str) -> None:
         if event == "done":
@@ -88,29 +89,51 @@ _LOST = (
 
 def connection_lost(error: BaseException | None) -> bool:
     """Does it only say, itself or the error behind it, that another rank went away? A consequence, never the cause."""
-    while error is not None:
+    seen: list[BaseException] = []  # a cause may be the error itself
+    while error is not None and error not in seen:
         if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _LOST):
             return True
+        seen.append(error)
         error = error.__cause__ or error.__context__
     return False
 
 
-class WatchedWork:
-    """A `torch.distributed.Work` that tells when it is waited for and when it is done."""
+class _HandedOn(dist.Work):
+    """A Work that does what another one does. (It must be a Work itself: FSDP2 looks, and torch's C++ insists.)"""
 
-    def __init__(self, work: Any, call: Call):
-        self._work, self._call = work, call
+    def __init__(self, work: dist.Work):
+        super().__init__()
+        self._work = work
+
+
+def _handed_on(name: str) -> Callable:
+    return lambda self, *args, **kwargs: getattr(self._work, name)(*args, **kwargs)
+
+
+for _name in dir(dist.Work):
+    if not _name.startswith("__"):
+        setattr(_HandedOn, _name, _handed_on(_name))
+
+
+class WatchedWork(_HandedOn):
+    """A Work that tells when it is waited for and when it is done."""
+
+    def __init__(self, work: dist.Work, call: Call):
+        super().__init__(work)
+        self._call = call
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        if self._call.end is None:
-            self._call.tell("waiting")
-        result = self._work.wait(*args, **kwargs)
-        if self._call.end is None:
-            self._call.tell("done")
+        if self._call.end is not None:
+            return self._work.wait(*args, **kwargs)
+        self._call.tell("waiting")
+        try:
+            result = self._work.wait(*args, **kwargs)
+        except BaseException as error:
+            if not connection_lost(error):  # its time was up, and the rank goes on
+                self._call.tell("gave_up")
+            raise
+        self._call.tell("done")
         return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
 
 
 def location() -> tuple[str, int]:
@@ -166,6 +189,7 @@ def logical(op: str, tensors: Any, group: Any = None, **more: Any) -> Iterator[C
 
 def _reduction(a: dict) -> str:
     op = a.get("op")
+    op = getattr(op, "op", op)  # ReduceOp(SUM) holds SUM
     return str(getattr(op, "name", None) or op or "").rpartition(".")[2]
 
 
@@ -203,6 +227,15 @@ def _has_splits(a: dict) -> bool:
     return bool(a.get("input_split_sizes") or a.get("output_split_sizes"))
 
 
+def _sent(a: dict) -> int | None:
+    """What an all-to-all with splits sends: all but this rank's own part."""
+    splits = a.get("input_split_sizes")
+    if not splits:
+        return None
+    row = a["input"][:1].numel()
+    return (sum(splits) - splits[dist.get_rank(a.get("group"))]) * row
+
+
 def _members(a: dict) -> list[int]:
     return sorted(a.get("ranks") or range(dist.get_world_size()))
 
@@ -220,7 +253,7 @@ _COLLECTIVES: dict[str, tuple[str, Callable[[dict], dict]]] = {
     "reduce_scatter_tensor": ("reduce_scatter", lambda a: {"tensors": a["input"], "detail": _reduction(a)}),
     "reduce_scatter_single": ("reduce_scatter", lambda a: {"tensors": a["input"], "detail": _reduction(a)}),
     "all_to_all": ("all_to_all", lambda a: {"tensors": a["input_tensor_list"], "uneven": True}),
-    "all_to_all_single": ("all_to_all", lambda a: {"tensors": a["input"], "uneven": _has_splits(a)}),
+    "all_to_all_single": ("all_to_all", lambda a: {"tensors": a["input"], "uneven": _has_splits(a), "sent": _sent(a)}),
     "barrier": ("barrier", lambda a: {"tensors": ()}),
     "monitored_barrier": ("barrier", lambda a: {"tensors": (), "detail": "monitored"}),
     "new_group": ("new_group", lambda a: {"tensors": (), "detail": f"ranks={_members(a)}"}),
@@ -235,10 +268,18 @@ _ASYNCHRONOUS = ("isend", "irecv")
 def watch() -> None:
     """Wrap torch.distributed's collectives, once a process, so that `listeners` hear of them. They may be none."""
     for name, (op, fields) in _COLLECTIVES.items():
-        original = getattr(c10d, name, None)
-        if original is None or hasattr(original, "_minizero"):
+        function = getattr(c10d, name, None)
+        if function is None or hasattr(function, "_minizero"):
             continue
-        wrapped = _watched(original, op, fields, name in _ASYNCHRONOUS)
+        asynchronous = name in _ASYNCHRONOUS
+        if function.__code__.co_freevars == ("func",):
+            # torch has wrapped it already, to log errors. Change what its wrapper calls, and the function stays the same
+            # object: names that were imported before now are watched, and torch.compile still knows it.
+            (inner,) = function.__closure__
+            inner.cell_contents = _watched(inner.cell_contents, op, fields, asynchronous)
+            function._minizero = True
+            continue
+        wrapped = _watched(function, op, fields, asynchronous)
         wrapped._minizero = True
         for module in (c10d, dist):
             if hasattr(module, name):

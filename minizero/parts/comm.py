@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -34,6 +35,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _device = torch.device("cpu")
+_joined: weakref.ref | None = None  # weak, for the connections end with the group
 
 
 # --- the process group -----------------------------------------------------------------------------
@@ -41,7 +43,7 @@ _device = torch.device("cpu")
 
 def join(backend: str, rank: int, world_size: int, store: dist.Store | None, device: torch.device) -> None:
     """Initialise the default process group; `store=None` takes the rendezvous from the environment (torchrun)."""
-    global _device
+    global _device, _joined
     _device = device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -57,6 +59,7 @@ def join(backend: str, rank: int, world_size: int, store: dist.Store | None, dev
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
         if backend == "gloo":
             dist.barrier()  # or a rank that fails at once breaks the connections that another is still making
+    _joined = weakref.ref(dist.group.WORLD)
 
 
 def leave() -> None:
@@ -69,9 +72,10 @@ def file_store(path: str, world_size: int) -> dist.Store:
     return dist.FileStore(path, world_size)
 
 
-def groups() -> int:
-    """How many process groups exist in this process."""
-    return len(dist.distributed_c10d._world.pg_map)
+def intact() -> bool:
+    """The process group that join() made is still the default one, and there is no other."""
+    joined = _joined() if _joined else None
+    return joined is not None and dist.group.WORLD is joined and len(dist.distributed_c10d._world.pg_map) == 1
 
 
 def device() -> torch.device:

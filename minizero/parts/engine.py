@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -80,6 +81,8 @@ class Engine(nn.Module):
                     f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now "
                     f"(rank {self.rank}): {cure}"
                 )
+        if self.optimizer is not None:
+            _check_groups([param for param, _ in self._known.values()], self.optimizer)
 
     # --- hooks --------------------------------------------------------------------------------------
 
@@ -104,17 +107,23 @@ class Engine(nn.Module):
                 f"a hook has taken the gradient of parameter {self._name(param)!r} away before it could be averaged: "
                 "use it after sync_gradients()"
             )
-        if param.grad.requires_grad:
+        grad, param.grad = param.grad, None  # what is refused is not there, and the other ranks get zeros
+        if grad.requires_grad:
             raise RuntimeError(
                 f"backward(create_graph=True) reached parameter {self._name(param)!r}: its gradient is averaged over the ranks, "
                 "which is not differentiable. For a penalty on gradients take torch.autograd.grad(…, create_graph=True), "
                 "then engine.backward() of the whole loss"
             )
-        if param.grad.layout is not torch.strided:
+        if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"parameter {self._name(param)!r} has a sparse gradient, which does not fit into a bucket: "
                 "build its module with sparse=False"
             )
+        param.grad = grad
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward() needs the loss, a tensor with a graph; got a {type(loss).__name__}")
 
     def _after_backward(self, finish: Callable[[Engine], None]) -> None:
         """Call `finish(self)` when the backward that is running has ended. The backward that reentrant checkpointing starts
@@ -149,7 +158,8 @@ class Engine(nn.Module):
 
     def _norm(self, grads: list[Tensor]) -> float:
         """Squares summed in float64, rounded once: the fp32 norm of a vector depends on how it is cut."""
-        squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in grads]
+        real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+        squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in real]
         return torch.stack(squares).sum().sqrt().item() if squares else 0.0
 
     def _optimizer_or_error(self, closure: Any) -> torch.optim.Optimizer:
@@ -163,6 +173,7 @@ class Engine(nn.Module):
                 f"{type(self).__name__} was built without an optimizer: give it one, {type(self).__name__}(model, optimizer), "
                 "or call sync_gradients() and then your own optimizer's step()"
             )
+        _check_groups([param for param, _ in self._known.values()], self.optimizer)
         return self.optimizer
 
     # --- state --------------------------------------------------------------------------------------
@@ -213,6 +224,11 @@ class Engine(nn.Module):
         """Load what optimizer_state_dict() gave, on every rank. ValueError if the parameters or their groups differ."""
         optimizer = self._optimizer_or_error(None)
         index = {name: i for i, name in enumerate(self._optimizer_names())}
+        if any(not isinstance(name, str) for group in state_dict["param_groups"] for name in group["params"]):
+            raise ValueError(
+                "the optimizer state counts its parameters, as optimizer.state_dict() does; this takes their names, as "
+                "engine.optimizer_state_dict() and torch.distributed.checkpoint.state_dict give them"
+            )
         saved = [set(group["params"]) for group in state_dict["param_groups"]]
         here = [{self._name(p) for p in group["params"]} for group in optimizer.param_groups]
         if saved != here:
@@ -287,13 +303,24 @@ def _check_arguments(module: Any, optimizer: Any, clip_norm: Any) -> None:
         raise TypeError(
             f"the optimizer must be a torch.optim.Optimizer built over model.parameters(); got {optimizer!r:.80}"
         )
-    own = set(map(id, module.parameters()))
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} needs a closure that evaluates the loss several times, which ranks would do differently: "
+            "take an optimizer that makes its step from the gradients alone"
+        )
+    _check_groups(module.parameters(), optimizer)
+
+
+def _check_groups(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    own = set(params)
     for number, param_group in enumerate(optimizer.param_groups):
-        strange = [param for param in param_group["params"] if id(param) not in own]
+        strange = [param for param in param_group["params"] if param not in own]
         if strange:
             raise ValueError(
                 f"the optimizer's group {number} holds {len(strange)} tensor(s) that are no parameters of this model, "
-                f"first of shape {list(strange[0].shape)}: build the optimizer over model.parameters(), after the last change"
+                f"first of shape {list(strange[0].shape)}: they would train on this rank alone. Build the optimizer over "
+                "model.parameters(), after the last change"
             )
 
 

@@ -67,8 +67,10 @@ def _different_ends(stories: Sequence[Story]) -> Verdict | None:
     """What a rank has sent is not what the other side takes."""
     for story in stories:
         for (op, group, peer, detail), sends in tuple(story.messages.items()):
-            if sends and peer is not None and peer >= len(stories):
-                reason = f"rank {story.rank} issues {sends[0]}, and the last of the {len(stories)} ranks is {len(stories) - 1}"
+            if not sends or peer is None:
+                continue
+            if peer not in range(len(stories)):
+                reason = f"rank {story.rank} issues {sends[0]}, and ranks count from 0 to {len(stories) - 1}"
                 return Verdict(reason, story.rank, {story.rank: sends[0]})
             if op == "recv" or stories[peer].messages["recv", group, None, detail]:  # recv(src=None) takes what comes
                 continue
@@ -157,4 +159,4 @@ def standing(story: Story, state: State, line: str = "") -> str:
     if story.blocked_in is not None and state is not State.FINISHED:
         return f"waiting in {story.blocked_in} at {story.blocked_in.line}"
     does = "computing" if state is State.DEAD else state.value
-    return f"{does}, after {story.count} collective{'s' * (story.count != 1)}" + (f", at {line}" if line else "")
+    return f"{does}, after {story.count} call{'s' * (story.count != 1)}" + (f", at {line}" if line else "")

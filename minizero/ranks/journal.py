@@ -10,9 +10,12 @@ import json
 import linecache
 import os
 import sys
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from minizero.parts.calls import Call
 
@@ -26,6 +29,7 @@ class Journal:
         self._next = 0
 
     def issued(self, call: Call) -> None:
+        self._note_threads()
         number, self._next = self._next, self._next + 1
         self._number[id(call)] = number
         fields = (call.op, call.numel, call.dtype, call.shape, call.group, call.ranks, call.detail, call.peer,
@@ -33,6 +37,7 @@ class Journal:
         self._write("issued", number, *fields)
 
     def waiting(self, call: Call) -> None:
+        self._note_threads()
         if id(call) in self._number:
             self._write("waiting", self._number[id(call)])
 
@@ -40,9 +45,17 @@ class Journal:
         if id(call) in self._number:
             self._write("done", self._number.pop(id(call)))
 
+    def gave_up(self, call: Call) -> None:
+        if id(call) in self._number:
+            self._write("gave_up", self._number[id(call)])
+
     def failed(self, call: Call) -> None:
         if id(call) in self._number:
             self._write("failed", self._number.pop(id(call)))
+
+    def _note_threads(self) -> None:
+        if threading.current_thread() is not threading.main_thread() and torch._C._current_graph_task_id() == -1:
+            self._write("threads", -1)  # not even one of autograd's: the rank may go on while this thread waits
 
     def _write(self, *row: object) -> None:
         os.write(self._file, json.dumps(row).encode() + b"\n")
@@ -109,6 +122,7 @@ class Story:
         self.collectives: dict[str, list[Entry]] = defaultdict(list)  # by group
         self.messages: dict[tuple, list[Entry]] = defaultdict(list)  # by (op, group, peer, detail)
         self.blocked_in: Entry | None = None
+        self.threaded = False  # calls come from several threads: that one of them waits proves nothing
         self.unfinished: dict[int, Entry] = {}
         self._path = path
         self._read = 0
@@ -146,6 +160,10 @@ class Story:
                 self.blocked_in = entry
         elif event == "waiting":
             self.blocked_in = self.unfinished[number]
+        elif event == "gave_up":
+            self.blocked_in = None
+        elif event == "threads":
+            self.threaded = True
         else:
             entry = self.unfinished.pop(number)
             if self.blocked_in is entry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -35,9 +36,12 @@ class Pool:
         self._runs = 0
         self._imported: dict[str, int] = {}  # files that the ranks have read -> time of their last change
         self._folder = Path(tempfile.mkdtemp(prefix="minizero-"))
-        self._pipes: list[connection.Connection] = []
+        self._pipes: list[connection.Connection] = []  # orders and answers
+        self._controls: list[connection.Connection] = []  # to a rank that may not come back to its pipe
         self._processes: list[mp.Process] = []
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._processes, self._pipes, self._folder)
+        self._finalizer = weakref.finalize(
+            self, _end, os.getpid(), self._processes, (self._pipes, self._controls), self._folder
+        )
         self._finalizer.atexit = False
         # At exit multiprocessing waits for its children, who do not end by themselves. This runs before it.
         atexit.register(self._finalizer)
@@ -52,16 +56,18 @@ class Pool:
     def _spawn(self, rank: int, world_size: int, backend: str, device: str) -> None:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (rank, world_size, backend, device, theirs, str(self._folder), os.getpid())
+        obeyed, control = context.Pipe(duplex=False)
+        arguments = (rank, world_size, backend, device, theirs, obeyed, str(self._folder), os.getpid())
         process = context.Process(target=worker.main, args=arguments, name=f"minizero rank {rank}")
         self._pipes.append(ours)
+        self._controls.append(control)
         self._processes.append(process)
-        with theirs:  # ours is closed once the rank has its own
+        with theirs, obeyed:  # ours are closed once the rank has its own
             process.start()
 
     def usable(self) -> bool:
         """All ranks are alive, and none has imported a file that was edited since: it would run the old code."""
-        alive = self._finalizer.alive and all(process.is_alive() for process in self._processes)
+        alive = self._finalizer.alive and all(process.is_alive() for process in self._processes) and self._folder.exists()
         return alive and not self.broken and all(_changed(file) == time for file, time in self._imported.items())
 
     def end(self) -> None:
@@ -90,7 +96,7 @@ class Pool:
         rendezvous = None if self._clean else self._folder / f"rendezvous-{self._runs}"  # subgroups need it later, too
         folder.mkdir()
         self._runs += 1
-        run = Run(self._processes, self._pipes, folder, timeout)
+        run = Run(self._processes, self._pipes, self._controls, folder, timeout)
         self.broken, self._clean = True, False  # until we know better, also if this is interrupted
         try:
             run.start(payload, rendezvous)
@@ -99,7 +105,7 @@ class Pool:
             self._clean = run.left_clean()
             return run.results()
         except RankError:
-            self.broken = not run.all_answered()
+            self.broken = not run.released()
             raise
         except KeyboardInterrupt:
             run.tell_where()
@@ -147,11 +153,11 @@ def _changed(file: str) -> int:
         return 0
 
 
-def _end(owner: int, processes: list, pipes: list, folder: Path) -> None:
+def _end(owner: int, processes: list, pipes: tuple[list, ...], folder: Path) -> None:
     """End a pool's processes and what they started. Also called at exit, and when a pool is forgotten."""
     if os.getpid() != owner:  # a fork of the parent must not end its ranks
         return
-    for pipe in pipes:
+    for pipe in itertools.chain(*pipes):
         pipe.close()
     started = [process for process in processes if process.pid is not None]
     for process in started:

@@ -19,7 +19,7 @@ from minizero.ranks.diagnosis import State, Verdict, mismatch, standing, verdict
 from minizero.ranks.journal import Story, cell_name, source_line
 
 GRACE = 0.3  # s that the others get to answer after one rank has failed
-CAUSE_GRACE = 1.5  # s to find the rank that went away, when all we know is that a connection broke
+LONG_GRACE = 1.5  # s, if one of them is about to tell more
 LOOK = 0.25  # s between two looks at the journals
 
 
@@ -53,8 +53,10 @@ class RanksTimeout(RankError, TimeoutError):
 class Member:
     """One rank during one run."""
 
-    def __init__(self, rank: int, process: Any, pipe: connection.Connection, folder: Path):
-        self.rank, self.process, self.pipe, self.folder = rank, process, pipe, folder
+    def __init__(
+        self, rank: int, folder: Path, process: Any, pipe: connection.Connection, control: connection.Connection
+    ):
+        self.rank, self.folder, self.process, self.pipe, self.control = rank, folder, process, pipe, control
         self.story = Story(rank, folder / f"journal-{rank}")
         self.answer: worker.Answer | None = None
         self.failed_at = math.inf  # on time.monotonic(), which is the same in all processes
@@ -66,7 +68,8 @@ class Member:
             return State.FINISHED if self.answer.ok else State.FAILED
         if self.failed_at < math.inf:
             return State.DEAD
-        return State.BLOCKED if self.story.blocked_in is not None else State.RUNNING
+        blocked = self.story.blocked_in is not None and not self.story.threaded
+        return State.BLOCKED if blocked else State.RUNNING
 
     @property
     def over(self) -> bool:
@@ -133,18 +136,23 @@ class Member:
                 continue
             self._printed[name] += len(new)
             stream = sys.stdout if name == "out" else sys.stderr
+            if stream is None:
+                continue
+            encoding = getattr(stream, "encoding", None) or "utf-8"
             for text in new.decode(errors="replace").removesuffix("\n").split("\n"):
                 shown = text.removesuffix("\r").rpartition("\r")[2]  # a progress bar overwrites its line
-                stream.write(f"[rank {self.rank}] {shown}\n")
+                known = shown.encode(encoding, "replace").decode(encoding)  # a terminal that has no Ψ shows a ?
+                stream.write(f"[rank {self.rank}] {known}\n")
             stream.flush()
 
 
 class Run:
     """All ranks, from the order to the results."""
 
-    def __init__(self, processes: list, pipes: list, folder: Path, timeout: float):
+    def __init__(self, processes: list, pipes: list, controls: list, folder: Path, timeout: float):
         self.folder, self.timeout = folder, timeout
-        self.members = [Member(rank, *each, folder) for rank, each in enumerate(zip(processes, pipes, strict=True))]
+        each_ones = zip(processes, pipes, controls, strict=True)
+        self.members = [Member(rank, folder, *its) for rank, its in enumerate(each_ones)]
         self.stories = [member.story for member in self.members]
         self._seen: tuple = ()
         self._judged: tuple = ()
@@ -196,14 +204,29 @@ class Run:
             member.receive()
 
     def _collect(self) -> None:
-        """After a failure: give the others a moment to answer too, a longer one while its cause is unknown."""
+        """After a failure: give the others a moment to answer too, a longer one while its cause is unknown or while a
+        rank waits, for it is about to lose its connection."""
         begin = time.monotonic()
-        while not all(member.over for member in self.members):
+        while late := [member for member in self.members if not member.over]:
+            self._read()
             cause_known = any(member.failed and not member.is_consequence for member in self.members)
-            left = begin + (GRACE if cause_known else CAUSE_GRACE) - time.monotonic()
+            computing = all(member.state is State.RUNNING for member in late)
+            left = begin + (GRACE if cause_known and computing else LONG_GRACE) - time.monotonic()
             if left <= 0:
                 return
-            self._receive(left)
+            self._receive(min(left, GRACE))
+
+    def released(self) -> bool:
+        """After an error: free the ranks that wait for one that will not come. True if all are ready for the next run."""
+        late = [member for member in self.members if not member.over]
+        if all(member.state is State.BLOCKED for member in late):
+            for member in late:
+                with contextlib.suppress(OSError):  # it has died
+                    member.control.send(self.folder)
+            end = time.monotonic() + GRACE
+            while not all(member.over for member in late) and time.monotonic() < end:
+                self._receive(end - time.monotonic())
+        return self.all_answered()
 
     def results(self) -> list:
         results = []
@@ -223,7 +246,7 @@ class Run:
         sent = sum(story.total("send") for story in self.stories)
         received = sum(story.total("recv") for story in self.stories)
         unfinished = any(story.unfinished for story in self.stories)
-        return not unfinished and sent == received and all(member.answer.groups == 1 for member in self.members)
+        return not unfinished and sent == received and all(member.answer.group_intact for member in self.members)
 
     def tell_where(self) -> None:
         """For someone who has lost patience: where each rank stands."""

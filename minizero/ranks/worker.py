@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -53,17 +54,19 @@ class Answer:
     traceback: str = ""
     connection_lost: bool = False  # the exception only says that another rank went away
     time: float = field(default_factory=time.monotonic)  # the same clock in all processes
-    groups: int = 1
+    group_intact: bool = False  # the process group is the one that the rank has joined, and the only one
     imported: dict[str, int] = field(default_factory=dict)  # the reader's own files -> ns of their last change
 
 
-def main(rank: int, world_size: int, backend: str, device: str, pipe: Any, folder: str, parent: int) -> None:
+def main(
+    rank: int, world_size: int, backend: str, device: str, pipe: Any, control: Any, folder: str, parent: int
+) -> None:
     """The life of a rank, until the parent ends it or ends itself."""
     os.setpgid(0, 0)  # an interrupt in the notebook is the parent's to deal with; and we end with all that we start
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # outside a run nobody needs to know where we are
     try:
         _send_output_to(Path(folder), rank)
-        threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
+        threading.Thread(target=_obey, args=(parent, control, folder), daemon=True).start()
         _serve(rank, world_size, backend, torch.device(device), pipe)
     except (EOFError, ConnectionError, FileNotFoundError):  # the parent has gone, perhaps with the folder
         _end(folder)
@@ -87,7 +90,10 @@ def _serve(rank: int, world_size: int, backend: str, device: torch.device, pipe:
 
 
 def _run(rank: int, world_size: int, backend: str, device: torch.device, order: Order, known: set[str]) -> Answer:
-    started = time.time_ns()
+    global _at_work
+    with _connections:
+        _at_work = order.folder
+    started, pid = time.time_ns(), os.getpid()
     _send_output_to(order.folder, rank)
     stack = open(order.folder / f"stack-{rank}", "w")  # noqa: SIM115 — open as long as the function runs
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # the parent may ask where we are …
@@ -105,11 +111,13 @@ def _run(rank: int, world_size: int, backend: str, device: torch.device, order: 
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             payload: bytes | None = _packed(result, rank)
+        _end_a_fork(pid)
         if len(payload) > INLINE:
             (order.folder / f"result-{rank}").write_bytes(payload)
             payload = None
         answer = Answer(rank, ok=True, payload=payload)
     except BaseException as error:  # SystemExit too: a rank that leaves early has failed
+        _end_a_fork(pid, error)
         answer = _failure(rank, error)
     finally:
         calls.listeners.clear()
@@ -117,9 +125,16 @@ def _run(rank: int, world_size: int, backend: str, device: torch.device, order: 
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
         stack.close()
-    answer.groups = comm.groups()
+    answer.group_intact = comm.intact()
     answer.imported = _imported(known, started)
     return answer
+
+
+def _end_a_fork(pid: int, error: BaseException | None = None) -> None:
+    """The function has called os.fork, and this is the child: it must not answer for the rank."""
+    if os.getpid() != pid:
+        code = error.code if isinstance(error, SystemExit) else error
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _packed(result: Any, rank: int) -> bytes:
@@ -197,10 +212,30 @@ def _send_output_to(folder: Path, rank: int) -> None:
     )
 
 
-def _end_with_parent(parent: int, folder: str) -> None:
+_at_work: Path | None = None  # the folder of the run that this rank is in
+_connections = threading.Lock()
+
+
+def _obey(parent: int, control: Any, folder: str) -> None:
+    """In a thread of its own, for the main one may wait for ever: let go when the parent says so, end when it ends."""
     while os.getppid() == parent:
-        time.sleep(0.5)
+        if control.poll(0.5):
+            try:
+                run = control.recv()
+            except EOFError:
+                break
+            with _connections:
+                if run == _at_work:  # not, if it was about to answer and has begun another one
+                    _hang_up()
     _end(folder)
+
+
+def _hang_up() -> None:
+    """Break the connections to the other ranks. A call that waits for one of them fails, and nobody has to be killed."""
+    for descriptor in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connected:
+            if connected.family in (socket.AF_INET, socket.AF_INET6) and connected.getpeername():
+                connected.shutdown(socket.SHUT_RDWR)
 
 
 def _end(folder: str) -> None:

@@ -1,7 +1,8 @@
 """The checks of exercises/00_collectives.ipynb.
 
-Inputs are integers in floats: rank r brings 10^r times (1, 2, 3, …). A sum of three ranks reads 111, 222, 333, …, and its
-digits say whose values are in it. All rings here turn to the left: rank r sends to r - 1 and receives from r + 1.
+Inputs are integers in floats: rank r brings 10^r times one digit an element, so that the digits of a sum say whose values
+are in it. The digits are drawn anew for each check. Exercises 1 to 4 turn to the left: rank r sends to r - 1 and receives
+from r + 1.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import SystemRandom
 
 import torch
 import torch.distributed as dist
@@ -84,7 +86,7 @@ def _as_pair(pair):
 
 # What is usually given instead of (r + s + 1, r + s + 2). An answer is one of these if it is so for all ranks and steps.
 _RING_MISTAKES: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
-    "this ring turns to the right, as the lesson's does": lambda n, r, s: ((r - s - 1) % n, (r - s - 2) % n),
+    "these are the chunks of a ring that turns to the right, as the lesson's does": lambda n, r, s: ((r - s - 1) % n, (r - s - 2) % n),
     "send and receive are swapped": lambda n, r, s: ((r + s + 2) % n, (r + s + 1) % n),
     "the trip begins one chunk too early, as an all-gather does: there a rank sends its own chunk first": (
         lambda n, r, s: ((r + s) % n, (r + s + 1) % n)
@@ -139,28 +141,48 @@ class _Wire:
         self._of_call[id(call)][0].done = self._events
 
 
+class _Kept(calls.WatchedWork):
+    """A work that outlives the run. gloo withdraws a message whose work was dropped, and its receiver waits for ever:
+    so the run comes to its end, and the finding names the work."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        _alive.append(self)
+
+
+_alive: list[_Kept] = []
+
+
 @contextlib.contextmanager
 def _listening() -> Iterator[list[_Message]]:
     calls.watch()
     wire = _Wire(dist.get_rank(), dist.get_world_size())
     calls.listeners.insert(0, wire)  # before the journal: a message to a rank that does not exist goes no further
+    watched, calls.WatchedWork = calls.WatchedWork, _Kept
+    _alive.clear()
     try:
         yield wire.messages
     finally:
+        calls.WatchedWork = watched
         calls.listeners.remove(wire)
 
 
 def _call_on_wire(rank: int, answer: Callable, make: Callable[[int], Tensor]) -> dict:
     """The program of every check here: answer(make(rank)), listened to."""
     x = make(rank)
+    memory = x.detach()  # sees what is written into x; not what x is bound to, or x.data
     with _listening() as messages:
         returned = answer(x)
-    return {"returned": returned, "x": x, "messages": messages}
+    return {"returned": returned, "x": x, "memory": memory, "messages": messages}
 
 
-def _digits(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    numel = int(torch.Size(shape).numel())
-    return (torch.arange(1, numel + 1) * 10**rank).to(dtype).reshape(shape)
+def _draw(world_size: int, numel: int, among: Sequence[int] = range(1, 10)) -> list[list[int]]:
+    """Different digits for a rank's elements, and others in each check: no answer can know them."""
+    return [SystemRandom().sample(among, numel) for _ in range(world_size)]
+
+
+def _values(rank: int, digits: list[list[int]], shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.tensor(digits[rank]) * 10**rank).to(dtype).reshape(shape)
 
 
 _PARTNERS = "the two ends do not name each other: send to (rank − 1) % world_size, receive from (rank + 1) % world_size"
@@ -179,6 +201,30 @@ def _causes(world_size: int) -> dict[str, str]:
         "has no attribute 'wait'": "dist.send and dist.recv have waited already and return no work; isend and irecv do",
         "does not support item assignment": "chunk() returns a tuple, and `chunks[i] += …` assigns to it: write chunks[i].add_(…)",
     }
+
+
+def _on_2_and_3_ranks(
+    expect: Expect,
+    answer: Callable,
+    numels: tuple[int, int],
+    judge: Callable[[list[Outcome], list[Tensor]], None],
+    causes: Callable[[int], dict[str, str]],
+    among: Sequence[int] = range(1, 10),
+) -> None:
+    """Run it on 2 ranks and then on 3, and judge 3 before 2.
+
+    On two ranks a deadlock has one cause, for both neighbours are the same rank. On three a wrong value has one.
+    """
+    tried = []
+    for world_size, numel in zip((2, 3), numels, strict=True):
+        figures = {"world_size": world_size, "numel": numel}
+        expect.case(**figures)
+        make = partial(_values, digits=_draw(world_size, numel, among), shape=(numel,))
+        outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=causes(world_size))
+        tried.append((figures, outcomes, [make(rank) for rank in range(world_size)]))
+    for figures, outcomes, inputs in reversed(tried):
+        expect.case(**figures)
+        judge(outcomes, inputs)
 
 
 def _judge(
@@ -219,13 +265,17 @@ def _check_messages(expect: Expect, outcome: Outcome) -> None:
         got=f"rank {rank} issued {', '.join(foreign)}",
         cause=f"{foreign[0]} does for you what you are to build" if foreign else "",
     )
-    still_open = [f"{message.op} of {_elements(message.numel)}" for message in messages if message.done is None]
+    still_open = [message for message in messages if message.done is None]
+    ops = sorted({f"i{message.op}" for message in still_open})
+    so = "until its wait returns, a tensor belongs to the network: what is in it is chance"
+    if ops == ["isend"]:
+        so = "gloo withdraws a message whose work is dropped, and the other end waits for ever"
     expect.that(
         not still_open,
         rule="every message is waited for before the function returns",
-        got=f"rank {rank} left open: {', '.join(still_open)}",
-        so="until its wait returns, a tensor belongs to the network: what is in it is chance",
-        cause="isend and irecv return at once: keep the work that they return, and call its wait()",
+        got=f"rank {rank} left open: {', '.join(f'{m.op} of {_elements(m.numel)}' for m in still_open)}",
+        so=so,
+        cause=f"keep the work that {' and '.join(ops)} return{'s' * (len(ops) == 1)}, and call its wait()",
     )
 
 
@@ -247,7 +297,9 @@ def _check_sizes(expect: Expect, outcome: Outcome, sizes: Sequence[int], whole: 
     """How many sends of how many elements."""
     sends, want = [m.numel for m in _split(outcome)[0]], list(sizes)
     cause = ""
-    if sends and max(sends) >= whole > max(want):
+    if not sends:
+        cause = "nothing goes out through dist.isend or dist.send"
+    elif max(sends) >= whole > max(want):
         cause = f"whole tensors of {whole} elements travel: cut the tensor into world_size chunks, and send one chunk a step"
     elif sends[: len(want)] == want:
         cause = "everything is where it belongs before the last step: one step more brings nothing new"
@@ -312,13 +364,12 @@ def _elements(count: int) -> str:
 )
 def ring_reduce_scatter(answer, expect):
     """chunk r of the sum on rank r, for 2 and 3 ranks; N − 1 sends of one chunk, to the left, each waited for"""
-    for world_size, numel in ((2, 2), (3, 6)):
-        expect.case(world_size=world_size, numel=numel)
-        make = partial(_digits, shape=(numel,))
-        outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=_causes(world_size))
-        inputs = [make(rank) for rank in range(world_size)]
-        sizes = [numel // world_size] * (world_size - 1)
-        _judge(expect, outcomes, sizes, numel, partial(_check_chunk, expect, inputs=inputs))
+
+    def judge(outcomes: list[Outcome], inputs: list[Tensor]) -> None:
+        n, numel = len(inputs), inputs[0].numel()
+        _judge(expect, outcomes, [numel // n] * (n - 1), numel, partial(_check_chunk, expect, inputs=inputs))
+
+    _on_2_and_3_ranks(expect, answer, (4, 6), judge, _causes)
 
 
 def _check_chunk(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
@@ -333,8 +384,10 @@ def _check_chunk(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None
         got=f"{_elements(got.numel())}" if isinstance(got, Tensor) else "",
         cause="all of x is returned: the other chunks in it are leftovers",
     )
-    mistakes = {
-        "the values of this rank alone: what arrived was not added, or was read before wait": own,
+    # What x has become tells more than what is returned, for those who add in place.
+    mistakes = {cause: got for cause, xs in _wrong_rings(inputs) if torch.equal(outcome.value["x"], xs[rank])}
+    mistakes |= {
+        "this rank's own values alone: what arrived went to another chunk, or was read before its wait": own,
         "what arrived has replaced the rank's own values: add it to them": from_left,
         "only the right neighbour's own values were added: it must pass on its sum so far": own + from_right,
         "what arrived was added twice": 2 * sums[rank] - own,
@@ -350,6 +403,20 @@ def _check_chunk(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None
         rule="rank r returns chunk r, summed over all ranks",
         mistakes=mistakes,
     )
+
+
+def _wrong_rings(inputs: list[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+    """A mistake, and what it makes of each rank's x, if it adds in place."""
+    n = len(inputs)
+    other_chunk = "what arrives is added to the chunk that is sent: it belongs to the one that is received"
+    for cause, pair in (_RING_MISTAKES | {other_chunk: lambda n, r, s: ((r + s + 1) % n,) * 2}).items():
+        xs = [x.clone() for x in inputs]
+        for step in range(n - 1):
+            pairs = [pair(n, rank, step) for rank in range(n)]
+            sent = [x.chunk(n)[send].clone() for x, (send, _) in zip(xs, pairs, strict=True)]
+            for rank, (_, receive) in enumerate(pairs):
+                xs[rank].chunk(n)[receive].add_(sent[(rank + 1) % n])
+        yield cause, xs
 
 
 # --- 3. all-gather ---------------------------------------------------------------------------------
@@ -369,23 +436,19 @@ def _check_chunk(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None
 )
 def ring_all_gather(answer, expect):
     """all chunks in their places on every rank, for 2 and 3 ranks; N − 1 sends of one chunk, to the left, each waited for"""
-    for world_size, size in ((2, 1), (3, 2)):
-        expect.case(world_size=world_size, numel=size)
-        make = partial(_shard, size=size)
-        outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=_causes(world_size))
-        shards = [make(rank) for rank in range(world_size)]
-        sizes = [size] * (world_size - 1)
-        _judge(expect, outcomes, sizes, world_size * size, partial(_check_whole, expect, shards=shards))
 
+    def judge(outcomes: list[Outcome], shards: list[Tensor]) -> None:
+        n, size = len(shards), shards[0].numel()
+        _judge(expect, outcomes, [size] * (n - 1), n * size, partial(_check_whole, expect, shards=shards))
 
-def _shard(rank: int, size: int) -> Tensor:
-    """Of [1, 2, 30, 40, 500, 600]: the digit says where an element belongs, the zeros behind it who brings it."""
-    return torch.arange(rank * size + 1, (rank + 1) * size + 1) * 10.0**rank
+    _on_2_and_3_ranks(expect, answer, (1, 2), judge, _causes)
 
 
 def _check_whole(expect: Expect, outcome: Outcome, shards: list[Tensor]) -> None:
-    n, rank = len(shards), outcome.rank
-    left, right, nothing = (rank - 1) % n, (rank + 1) % n, torch.zeros_like(shards[0])
+    n, rank, got = len(shards), outcome.rank, outcome.value["returned"]
+    left, right = (rank - 1) % n, (rank + 1) % n
+    unwritten = isinstance(got, Tensor) and bool(got.isnan().any())
+    nothing = torch.full_like(shards[0], torch.nan if unwritten else 0)  # what torch.empty shows in a check
 
     def whole(chunk: Callable[[int], Tensor]) -> Tensor:
         return torch.cat([chunk(k) for k in range(n)])
@@ -394,7 +457,7 @@ def _check_whole(expect: Expect, outcome: Outcome, shards: list[Tensor]) -> None
         return whole(lambda k: shards[rank] if k == rank else chunk(k))
 
     expect.equal(
-        outcome.value["returned"],
+        got,
         whole(lambda k: shards[k]),
         of=f"the result on rank {rank}",
         rule="every rank returns all chunks, chunk r at place r",
@@ -436,17 +499,18 @@ def _check_whole(expect: Expect, outcome: Outcome, shards: list[Tensor]) -> None
     ],
 )
 def all_reduce(answer, expect):
-    """x itself on 2 and 3 ranks: 4, 7 and 2 elements, a matrix in float64; 2(N − 1) sends of one padded chunk, to the left"""
+    """x itself on 2 and 3 ranks: 4, 7 and 2 elements, float64 and bfloat16; 2(N − 1) sends of one padded chunk, to the left"""
     cases = (
-        (2, (4,), torch.float32),
-        (3, (7,), torch.float32),
-        (3, (2,), torch.float32),
-        (3, (2, 2), torch.float64),
+        (2, (4,), torch.float32, range(1, 10)),
+        (3, (7,), torch.float32, range(1, 10)),
+        (3, (2, 2), torch.float64, range(1, 10)),
+        (3, (2,), torch.bfloat16, (1, 2)),  # whole numbers up to 256 are exact
     )
-    for world_size, shape, dtype in cases:
+    for world_size, shape, dtype, among in cases:
         name = str(dtype).removeprefix("torch.")
         expect.case(world_size=world_size, shape=shape, dtype=dtype)
-        make = partial(_digits, shape=shape, dtype=dtype)
+        digits = _draw(world_size, torch.Size(shape).numel(), among)
+        make = partial(_values, digits=digits, shape=shape, dtype=dtype)
         causes = _causes(world_size) | _PADDING
         outcomes = expect.run(_call_on_wire, world_size, answer, make, causes=causes)
         inputs = [make(rank) for rank in range(world_size)]
@@ -460,8 +524,8 @@ def all_reduce(answer, expect):
                 expected=name,
                 got=", ".join(sent),
                 so="values lose digits on the way",
-                cause="torch.zeros and torch.empty make float32: x.new_zeros takes the dtype of x"
-                if dtype != torch.float32
+                cause="torch.zeros makes float32, and .float() too: x.new_zeros takes the dtype of x"
+                if sent == ["float32"]
                 else "",
             )
         _judge(expect, outcomes, sizes, numel, partial(_check_sum, expect, inputs=inputs))
@@ -501,6 +565,19 @@ def _check_sum(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
             "divided by world_size: the sum is asked for, not the mean": total / n,
         },
     )
+    _check_memory(expect, outcome, total)
+
+
+def _check_memory(expect: Expect, outcome: Outcome, want: Tensor) -> None:
+    """x was written into, not given another memory."""
+    expect.equal(
+        outcome.value["memory"],
+        want,
+        of=f"what a view of x, made before, shows on rank {outcome.rank}",
+        rule="x changes in place: a view of it that was made before sees the new values",
+        so="an optimizer that holds the old memory never sees the sum",
+        mistakes={"x.data = … gives x another memory: x.copy_(…) writes into its own": outcome.value["memory"]},
+    )
 
 
 # --- 5. say the number -----------------------------------------------------------------------------
@@ -516,24 +593,30 @@ def _check_sum(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
 )
 def all_reduce_time(rng):
     """the least time of a ring all-reduce, in ms"""
-    billions, n = rng.choice([0.5, 1, 3, 7, 13]), rng.choice([4, 8, 16, 64])
+    billions, n = rng.choice([0.5, 1, 3, 7, 13]), rng.choice([6, 12, 24, 32, 64])
     dtype, itemsize = rng.choice([("fp16", 2), ("bf16", 2), ("fp32", 4)])
     bandwidth = rng.choice([12.5, 25, 50, 100])
     gigabytes = billions * itemsize
     sent = 2 * gigabytes * (n - 1) / n
     ms = sent / bandwidth * 1000
     whole = gigabytes / bandwidth * 1000  # the time to send all gradients once
-    half = "one of the two trips is missing: a reduce-scatter and an all-gather"
-    if itemsize == 4:
-        half += " (or the bytes of a 16-bit gradient were taken)"
-    mistakes = {
-        half: ms / 2,
+    trip = "one of the two trips (reduce-scatter, all-gather)"
+    if itemsize == 2:  # who forgets them is off by as much as who forgets a trip
+        missing = {
+            f"half of it: {trip} is missing, or the 2 bytes of {dtype}": ms / 2,
+            f"a quarter of it: {trip} and the 2 bytes of {dtype} are missing": ms / 4,
+        }
+    else:
+        missing = {
+            f"half of it: {trip} is missing, or {dtype} was given 2 bytes instead of 4": ms / 2,
+            f"elements were counted instead of bytes: {dtype} has 4 bytes": ms / 4,
+        }
+    mistakes = missing | {
         "a rank does not send its own chunk: each trip sends (N − 1)/N of the tensor": 2 * whole,
         "one trip is missing, and a rank does not send its own chunk: each trip sends (N − 1)/N": whole,
         "the naive ways send N − 1 tensors; in a ring a rank sends N − 1 chunks on each trip": (n - 1) * whole,
         "in a ring a rank sends 2(N − 1) chunks, not 2(N − 1) tensors": 2 * (n - 1) * whole,
-        f"elements were counted instead of bytes: {dtype} has {itemsize} bytes": ms / itemsize,
-        f"that is twice too much: {dtype} has {itemsize} bytes, and there are two trips": ms * 2,
+        f"twice too much: {dtype} has {itemsize} bytes, and there are two trips": ms * 2,
         "that is in seconds": ms / 1000,
         "GB/s are bytes, not bits": ms * 8,
     }
@@ -581,27 +664,19 @@ def all_reduce_time(rng):
 )
 def find_the_bug(mended, expect):
     """what one would measure; then the mean on 2 and 3 ranks, and 2(N − 1) sends of one chunk"""
-    for world_size, numel in ((2, 2), (3, 3)):
-        expect.case(world_size=world_size, numel=numel)
-        make = partial(_threes, numel=numel)
-        outcomes = expect.run(_call_on_wire, world_size, mended, make, causes=_RIGHT_TURNING)
-        inputs = [make(rank) for rank in range(world_size)]
-        sizes = [numel // world_size] * (2 * (world_size - 1))
-        _judge(expect, outcomes, sizes, numel, partial(_check_mean, expect, inputs=inputs), to_left=False)
 
+    def judge(outcomes: list[Outcome], inputs: list[Tensor]) -> None:
+        n, numel = len(inputs), inputs[0].numel()
+        check_mean = partial(_check_mean, expect, inputs=inputs)
+        _judge(expect, outcomes, [numel // n] * (2 * (n - 1)), numel, check_mean, to_left=False)
 
-_RIGHT_TURNING = {
-    "deadlock": "the two ends no longer agree: in each step a rank sends to the right and receives from the left, one chunk each",
-}
-
-
-def _threes(rank: int, numel: int) -> Tensor:
-    """3 and 3, 30 and 30, 300 and 300: divided by 3 each digit stays readable. On two ranks halves come out exact too."""
-    return torch.full((numel,), 3 * 10.0**rank)
+    agree = "the two ends no longer agree: in each step a rank sends to the right and receives from the left, one chunk each"
+    _on_2_and_3_ranks(expect, mended, (2, 3), judge, lambda world_size: {"deadlock": agree}, among=(3, 6, 9))
 
 
 def _check_mean(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
     n, total = len(inputs), sum(inputs)
+    own_chunks = torch.cat([x.chunk(n)[k] for k, x in enumerate(inputs)])  # of each rank the chunk that it owns
     one_short = total.clone()  # on three ranks: chunk k lacks what rank k + 1 brings, where its trip begins
     for k, chunk in enumerate(one_short.chunk(n)):
         chunk -= inputs[(k + 1) % n].chunk(n)[k]
@@ -612,7 +687,9 @@ def _check_mean(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
         rule="x becomes the mean over all ranks",
         mistakes={
             "a rank is still missing: a chunk's second hop must carry the sum of two ranks": one_short / n,
+            "what arrives is added into chunks, and total is what is copied out: it never sees the sums": own_chunks / n,
             "the sum is no longer divided by world_size": total,
             "x is as it came": inputs[outcome.rank],
         },
     )
+    _check_memory(expect, outcome, total / n)

@@ -69,6 +69,23 @@ def pads_in_float32(x):
     x.copy_(all_gather(reduce_scatter(padded))[: x.numel()].view(x.shape))
 
 
+@wrong("x.new_zeros takes the dtype of x")
+def detours_through_float32(x):
+    """Sums in float32 and casts back: 16-bit values cost twice the bytes."""
+    n = dist.get_world_size()
+    wide = x.flatten().to(torch.promote_types(x.dtype, torch.float32))
+    padded = torch.cat([wide, wide.new_zeros(-x.numel() % n)])
+    x.copy_(all_gather(reduce_scatter(padded))[: x.numel()].view(x.shape))
+
+
+@wrong("x.data = …")
+def rebinds_the_data(x):
+    """Gives x another memory: whoever holds a view of it keeps the old values."""
+    n = dist.get_world_size()
+    padded = torch.cat([x.flatten(), x.new_zeros(-x.numel() % n)])
+    x.data = all_gather(reduce_scatter(padded))[: x.numel()].view(x.shape)
+
+
 @wrong("cut it to x.numel()")
 def keeps_the_padding(x):
     """Copies the padded sum back."""

@@ -32,6 +32,26 @@ def as_it_was(x):
     x.copy_(total / n)
 
 
+def adds_where_it_sends(x):
+    """Adds into the chunks that are sent, and goes on copying out total."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    total = x.clone()
+    chunks, sums = x.chunk(n), total.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        exchange(chunks[(rank - step - 1) % n], arriving)
+        chunks[(rank - step - 2) % n].add_(arriving)
+    all_gather(sums)
+    x.copy_(total / n)
+
+
+def rebinds_the_data(x):
+    """Mends it, and gives x another memory."""
+    total = x.clone()
+    without_the_copy_or_the_mean(total)
+    x.data = total / dist.get_world_size()
+
+
 def everything_to_everyone(x):
     """Right numbers by passing whole tensors round."""
     n = dist.get_world_size()
@@ -65,8 +85,10 @@ wrong("brings that chunk to all others unchanged", "c", as_it_was, mistake="expe
 wrong("the chunk numbers of both ends agree", "a", as_it_was, mistake="expects a hang")
 wrong("nothing depends on timing", "e", as_it_was, mistake="expects a race")
 wrong("must carry the sum of two ranks", "d", as_it_was, mistake="says what one measures, and mends nothing")
+wrong("it never sees the sums", "d", adds_where_it_sends, mistake="adds into chunks, and copies out total")
+wrong("x.data = …", "d", rebinds_the_data, mistake="gives x another memory")
 wrong(
-    "whole tensors of 2 elements travel", "d", everything_to_everyone, mistake="mends it by passing whole tensors round"
+    "whole tensors of 3 elements travel", "d", everything_to_everyone, mistake="mends it by passing whole tensors round"
 )
 wrong("no longer divided", "d", without_the_copy_or_the_mean, mistake="drops the division together with the copy")
 wrong("all_reduce does for you", "d", the_library_call, mistake="calls dist.all_reduce")

@@ -63,7 +63,32 @@ def waits_at_the_end(shard):
     return whole
 
 
-@wrong("whole tensors of 2 elements travel")
+@wrong("own chunk is missing")
+def forgets_its_own_in_empty_memory(shard):
+    """The same, and torch.empty would hide or show it by chance."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = shard.new_empty(n * shard.numel())
+    chunks, passing = whole.chunk(n), shard
+    for step in range(n - 1):
+        exchange(passing, chunks[(rank + step + 1) % n])
+        passing = chunks[(rank + step + 1) % n]
+    return whole
+
+
+@wrong("keep the work that isend returns")
+def drops_the_works(shard):
+    """Sends and forgets: on gloo nothing may ever leave."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = shard.new_empty(n * shard.numel())
+    chunks = whole.chunk(n)
+    chunks[rank].copy_(shard)
+    for step in range(n - 1):
+        dist.isend(chunks[(rank + step) % n], (rank - 1) % n)
+        dist.recv(chunks[(rank + step + 1) % n], (rank + 1) % n)
+    return whole
+
+
+@wrong("whole tensors of 6 elements travel")
 def sums_of_zeros(shard):
     """Passes whole tensors round, zero outside the chunks that are known, and adds them: N times the traffic."""
     rank, n = dist.get_rank(), dist.get_world_size()

@@ -20,7 +20,7 @@ def the_whole_sum(x):
     return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
-@wrong("whole tensors of 2 elements travel")
+@wrong("whole tensors of 6 elements travel")
 def whole_tensors(x):
     """Gathers everybody's tensor on every rank and adds: right numbers, N times the traffic."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -53,6 +53,74 @@ def receives_in_place(x):
     for step in range(n - 1):
         exchange(chunks[(rank + step + 1) % n], chunks[(rank + step + 2) % n])
     return chunks[rank]
+
+
+@wrong("keep the work that isend returns")
+def drops_the_works(x):
+    """Sends and forgets: on gloo nothing may ever leave."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        dist.isend(chunks[(rank + step + 1) % n], (rank - 1) % n)
+        dist.recv(arriving, (rank + 1) % n)
+        chunks[(rank + step + 2) % n].add_(arriving)
+    return chunks[rank]
+
+
+@wrong("before its wait, or from torch.empty")
+def adds_before_it_waits(x):
+    """Waits, but only after it has added."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        sending = dist.isend(chunks[(rank + step + 1) % n], (rank - 1) % n)
+        receiving = dist.irecv(arriving, (rank + 1) % n)
+        if rank == n - 2:  # its right neighbour is always late in a check; this makes the others lucky
+            chunks[(rank + step + 2) % n].add_(arriving)
+        receiving.wait()
+        sending.wait()
+        if rank != n - 2:
+            chunks[(rank + step + 2) % n].add_(arriving)
+    return chunks[rank]
+
+
+@wrong("added to the chunk that is sent")
+def adds_to_the_wrong_chunk(x):
+    """Adds what arrives to the chunk that it has sent: on two ranks no ring can tell this from other mistakes."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        exchange(chunks[(rank + step + 1) % n], arriving)
+        chunks[(rank + step + 1) % n].add_(arriving)
+    return chunks[rank]
+
+
+@wrong("begins one chunk too early")
+def begins_at_home(x):
+    """Sends its own chunk first: all sums come out right, one rank away."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        exchange(chunks[(rank + step) % n], arriving)
+        chunks[(rank + step + 1) % n].add_(arriving)
+    return chunks[rank]
+
+
+@wrong("went to another chunk")
+def begins_at_home_in_a_copy(x):
+    """The same in a copy of x, where nobody can look."""
+    return begins_at_home(x.clone())
+
+
+@wrong("nothing goes out through dist.isend")
+def goes_round_the_library(x):
+    """Calls the process group itself, whose calls are not counted."""
+    dist.group.WORLD.allreduce([x]).wait()
+    return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
 @wrong("call its wait()")

@@ -1,6 +1,6 @@
 """Wrong answers to ddp.accumulate: a right one, and what people change in it."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -153,3 +153,35 @@ class NoContextManager(Right):
         self.sync = False
         yield
         self.sync = True
+
+
+@wrong("finally instead of except")
+class Swallows(Right):
+    """Keeps exceptions to itself."""
+
+    @contextmanager
+    def no_sync(self):
+        self.sync = False
+        with suppress(Exception):
+            yield
+        self.sync = True
+
+
+@wrong("there is a wait() in the hook")
+class WaitsInTheHook(Right):
+    """Overlaps nothing."""
+
+    def launch(self, bucket):
+        super().launch(bucket)
+        self.in_flight[-1][0].wait()
+
+
+@wrong("no_sync() itself sends when the block ends")
+class FinishesTheBlock(Right):
+    """Reduces when a block ends."""
+
+    @contextmanager
+    def no_sync(self):
+        with super().no_sync():
+            yield
+        self.finish()

@@ -32,7 +32,7 @@ def weights_averaged(model):
         param.data /= dist.get_world_size()
 
 
-@wrong("let it send zeros")
+@wrong("one without a gradient sends zeros, in the same place")
 def skips_none(model):
     """A rank without a gradient does not take part, and the others wait."""
     for param in model.parameters():
@@ -97,3 +97,45 @@ def not_waited_for(model):
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             dist.all_reduce(param.grad, async_op=True)
             param.grad /= dist.get_world_size()
+
+
+@wrong("one without a gradient sends zeros, in the same place")
+def none_last(model):
+    """Sends zeros for missing gradients when all others have been sent: another order on each rank."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    for param in sorted(params, key=lambda param: param.grad is None):
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+
+
+@wrong("torch.empty")
+def empty_for_none(model):
+    """Sends whatever was in memory."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.empty_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+@wrong("before its wait(): until then it belongs to the collective")
+def divided_too_early(model):
+    """Divides what has not arrived."""
+    for param in model.parameters():
+        if param.requires_grad:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            work = dist.all_reduce(grad, async_op=True)
+            param.grad = grad / dist.get_world_size()
+            work.wait()
+
+
+@wrong("twice the bytes")
+def by_way_of_fp32(model):
+    """Sends fp32, whatever the gradient is."""
+    for param in model.parameters():
+        if param.requires_grad:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            wide = grad.float()
+            dist.all_reduce(wide)
+            param.grad = (wide / dist.get_world_size()).to(grad.dtype)

@@ -78,3 +78,28 @@ def new_parameters(model):
         setattr(module, name.rpartition(".")[2], torch.nn.Parameter(received))
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
+
+
+@wrong("float32, which has 24 bits for a whole number")
+def one_flat_tensor(model):
+    """Sends everything in one float32 tensor."""
+    tensors = [*model.parameters(), *model.buffers()]
+    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
+    dist.broadcast(flat, src=0)
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.data.copy_(piece.view_as(tensor))
+
+
+@wrong("copy_() into the one that is there")
+def other_memory(model):
+    """Gives each parameter another memory."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        received = tensor.detach().clone()
+        dist.broadcast(received, src=0)
+        tensor.data = received
+
+
+@wrong("something else has sent the values")
+def lets_torch(model):
+    """Lets torch's DDP do it."""
+    torch.nn.parallel.DistributedDataParallel(model)

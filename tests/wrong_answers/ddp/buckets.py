@@ -102,3 +102,44 @@ def view_of_anything(buckets):
         flat /= dist.get_world_size()
         for param, piece in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
             param.grad = piece.view_as(param)
+
+
+@wrong("the flat tensor is float32, whatever the gradients are")
+def always_fp32(buckets):
+    """Makes the flat tensor with torch.zeros."""
+    for bucket in buckets:
+        fill(bucket)
+        flat = torch.zeros(sum(param.numel() for param in bucket))
+        pieces = flat.split([param.numel() for param in bucket])
+        for param, piece in zip(bucket, pieces, strict=True):
+            piece.copy_(param.grad.flatten())
+        dist.all_reduce(flat)
+        for param, piece in zip(bucket, pieces, strict=True):
+            param.grad.copy_(piece.view_as(param) / dist.get_world_size())
+
+
+@wrong("no all_gather is needed")
+def gathered(buckets):
+    """Gathers all ranks' gradients and adds them up itself."""
+    for bucket in buckets:
+        fill(bucket)
+        flat = torch.cat([param.grad.flatten() for param in bucket])
+        rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, flat)
+        mean = sum(rows) / len(rows)
+        for param, piece in zip(bucket, mean.split([param.numel() for param in bucket]), strict=True):
+            param.grad.copy_(piece.view_as(param))
+
+
+@wrong("nothing has to be padded")
+def padded(buckets):
+    """Makes every message even."""
+    for bucket in buckets:
+        fill(bucket)
+        flat = torch.cat([param.grad.flatten() for param in bucket])
+        flat = torch.cat([flat, flat.new_zeros(1)])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        numels = [param.numel() for param in bucket]
+        for param, piece in zip(bucket, flat[:-1].split(numels), strict=True):
+            param.grad.copy_(piece.view_as(param))

@@ -71,3 +71,27 @@ wrong(
     mistake="averages the weights after the step",
 )
 wrong("the weights are still sent", "b", loop(both), mistake="averages gradients and weights")
+
+
+def loses(losses):
+    def train(model, batches, lr):
+        kept = loop(right)(model, batches, lr)
+        return losses(kept)
+
+    return train
+
+
+def for_the_log(losses):
+    total = torch.tensor(losses)
+    for loss in total:
+        dist.all_reduce(loss)
+    return (total / dist.get_world_size()).tolist()
+
+
+def with_smaller_steps(model, batches, lr):
+    return loop(summed)(model, batches, lr / dist.get_world_size())
+
+
+wrong("another learning rate makes up for it", "b", with_smaller_steps, mistake="sums, and divides the learning rate")
+wrong("a return is missing", "b", loses(lambda losses: None), mistake="returns nothing")
+wrong("the losses are averaged over the ranks", "b", loses(for_the_log), mistake="averages the losses, too")

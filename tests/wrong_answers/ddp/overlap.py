@@ -57,7 +57,7 @@ class Synchronous(Right):
         self.in_flight.append((Done(), flat, bucket))
 
 
-@wrong("everything is launched in finish()")
+@wrong("no hook launches anything")
 class AllAtTheEnd(Right):
     """Hooks that do nothing."""
 
@@ -105,7 +105,7 @@ class OnlyWhatIsFull(Right):
         self.arrived, self.in_flight = set(), []
 
 
-@wrong("forget in finish() what has arrived")
+@wrong("from the second backward on: clear in finish() what has arrived and what was launched")
 class NeverForgets(Right):
     """Does not clear its state, so the second step launches nothing."""
 
@@ -117,7 +117,7 @@ class NeverForgets(Right):
             self.hand_out(bucket, flat / dist.get_world_size())
 
 
-@wrong("is in .grad: forget in finish() what has arrived")
+@wrong("clear in finish() what has arrived")
 class StillArrived(Right):
     """Clears what was launched, but not what has arrived: in the second step old gradients leave at once."""
 
@@ -168,7 +168,7 @@ class AveragesWeights(Right):
             param.data.copy_(mean.view_as(param) + 1)
 
 
-@wrong("after a launch, look at the next one")
+@wrong("after each gradient launch all that may leave, not one")
 class OneAtATime(Right):
     """Looks at one bucket for each hook that fills one, so those that were full already stay behind."""
 
@@ -188,3 +188,95 @@ class TooEarly(Right):
         for bucket in buckets:
             for param in bucket:
                 param.register_hook(lambda grad, param=param: self.on_gradient(param))
+
+
+@wrong("the hook asks again and again whether a collective is complete")
+class AsksInALoop(Right):
+    """Waits in the hook without calling wait()."""
+
+    def launch(self, bucket):
+        super().launch(bucket)
+        while not self.in_flight[-1][0].is_completed():
+            pass
+
+
+@wrong("(All lambdas of a loop see its last value)")
+class LastLambda(Right):
+    """All hooks report the last parameter of the loop."""
+
+    def __init__(self, model, buckets):
+        super().__init__(model, [])
+        self.buckets = buckets
+        for bucket in buckets:
+            for param in bucket:
+                param.register_post_accumulate_grad_hook(lambda _: self.on_gradient(param))  # noqa: B023 — the mistake
+
+
+@wrong("the flat tensor still holds what the step before left in it")
+class FlatIsKept(Right):
+    """Keeps its flat tensors, and does not overwrite what a missing gradient left there."""
+
+    def launch(self, bucket):
+        if not hasattr(self, "flats"):
+            self.flats = {}
+        flat = self.flats.setdefault(len(self.in_flight), torch.zeros(sum(param.numel() for param in bucket)))
+        for param, piece in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
+            if param.grad is not None:
+                piece.copy_(param.grad.flatten())
+        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+
+    def finish(self):
+        for bucket in self.buckets[len(self.in_flight) :]:
+            self.launch(bucket)
+        for work, flat, bucket in self.in_flight:
+            work.wait()
+            flat /= dist.get_world_size()
+            self.hand_out(bucket, flat)
+        self.arrived, self.in_flight = set(), []
+
+
+@wrong("a barrier is a collective too")
+class Barrier(Right):
+    """Meets the other ranks once more."""
+
+    def finish(self):
+        super().finish()
+        dist.barrier()
+
+
+@wrong("mz.DDP is at work")
+class LetsTheEngine(Right):
+    """Puts the package's engine beside itself."""
+
+    def __init__(self, model, buckets):
+        import minizero as mz
+
+        super().__init__(model, buckets)
+        self.engine = mz.DDP(model)
+
+
+@wrong("before its wait(): until then it belongs to the collective")
+class DividesTooEarly(Right):
+    """Divides what is still under way."""
+
+    def finish(self):
+        for bucket in self.buckets[len(self.in_flight) :]:
+            self.launch(bucket)
+        means = [(bucket, flat / dist.get_world_size(), work) for work, flat, bucket in self.in_flight]
+        for bucket, mean, work in means:
+            work.wait()
+            self.hand_out(bucket, mean)
+        self.arrived, self.in_flight = set(), []
+
+
+@wrong("wait() is missing")
+class WaitsForTheLast(Right):
+    """Takes the last work for the end of all."""
+
+    def finish(self):
+        for bucket in self.buckets[len(self.in_flight) :]:
+            self.launch(bucket)
+        self.in_flight[-1][0].wait()
+        for _, flat, bucket in self.in_flight:
+            self.hand_out(bucket, flat / dist.get_world_size())
+        self.arrived, self.in_flight = set(), []
