@@ -36,6 +36,8 @@ def wrong_arguments(rank, engine_type):
     model, other = mlp(3, 2), mlp(3, 2)
     alive = engine_type(mlp(3, 2))
     lazy = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
+    sparse = mlp(3, 2)
+    sparse.register_buffer("mask", torch.eye(2).to_sparse())
     return {
         "no module": refusal(engine_type, lambda x: x),
         "an engine": refusal(engine_type, alive),
@@ -43,6 +45,7 @@ def wrong_arguments(rank, engine_type):
         "wrapped already": refusal(engine_type, alive.module),
         "a part of it": refusal(engine_type, nn.Sequential(nn.Linear(2, 3), alive.module[0])),
         "a lazy module": refusal(engine_type, lazy),
+        "a sparse buffer": refusal(engine_type, sparse),
         "no optimizer": refusal(engine_type, model, torch.optim.SGD),
         "parameters": refusal(engine_type, model, list(model.parameters())),
         "another model's optimizer": refusal(engine_type, model, sgd(other)),
@@ -64,6 +67,7 @@ def test_wrong_arguments_are_refused_with_a_cure_and_leave_nothing_behind(ranks,
             "wrapped already": f"ValueError: parameter '0.weight' is already wrapped by a {name} that is still alive",
             "a part of it": f"ValueError: parameter '1.weight' is already wrapped by a {name} that is still alive",
             "a lazy module": "ValueError: parameter '1.weight' has no shape yet",
+            "a sparse buffer": "ValueError: 'mask' is sparse or quantised",
             "no optimizer": "TypeError: the optimizer must be a torch.optim.Optimizer",
             "parameters": "TypeError: the optimizer must be a torch.optim.Optimizer",
             "another model's optimizer": "ValueError: the optimizer's group 0 holds 2 tensor(s) that are no parameters of this model",

@@ -162,6 +162,8 @@ def test_an_uneven_collective_is_the_nearest_float():
         (lambda: theory.traffic(0, 2.5, 1), "numel=2.5"),
         (lambda: theory.memory(0, 1, 0), "world_size=0"),
         (lambda: theory.sent("send", 1, -2), "world_size=-2"),
+        (lambda: theory.memory(0, 1, 2.5), "world_size=2.5"),
+        (lambda: theory.traffic(0, 1, 2, micro_steps=1.5), "micro_steps=1.5"),
         (lambda: theory.memory(0, 1, 1, "int8"), "precision='int8': choose one of None, 'fp32', 'bf16', 'fp16'"),
         (lambda: theory.traffic(0, 1, 1, micro_steps=0), "micro_steps=0"),
         (lambda: theory.sent("allreduce", 1, 1), "op='allreduce': choose one of all_reduce, "),

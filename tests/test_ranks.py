@@ -700,7 +700,7 @@ def test_the_number_of_ranks_is_an_int(world_size):
 
 
 def test_the_timeout_is_a_positive_number():
-    for timeout in (0, -1, float("nan")):
+    for timeout in (0, -1, float("nan"), float("inf"), 10**400):
         with pytest.raises(ValueError, match="timeout must be positive"):
             mz.Ranks(2, timeout=timeout)
     for timeout in (None, "3", True):
@@ -767,6 +767,15 @@ def test_a_pool_is_closed_by_with_by_close_in_a_run_and_by_being_forgotten():
     assert len(children()) == before and not folder.exists()
 
 
+@pytest.fixture
+def interruptible():
+    """Whoever started pytest in the background of a shell has made it deaf to interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_tells_where_the_ranks_were_and_leaves_a_pool_to_go_on_with(ranks, capsys, monkeypatch):
     def impatient(pid, number, killpg=os.killpg):
         os.kill(os.getpid(), signal.SIGINT)  # once more, while we clean up

@@ -45,8 +45,8 @@ def traffic(stage: int, numel: int, world_size: int, micro_steps: int = 1, no_sy
     in each micro-step). With `no_sync`, DDP and ZeRO-1 accumulate locally and need 2; ZeRO-2 and ZeRO-3 refuse it.
     """
     numel = _check(stage, numel, world_size)
-    if micro_steps < 1:
-        raise ValueError(f"micro_steps={micro_steps}: a step needs at least 1 backward")
+    if micro_steps < 1 or micro_steps != int(micro_steps):
+        raise ValueError(f"micro_steps={micro_steps}: a step has a whole number of backwards, at least 1")
     if no_sync and stage >= 2:
         raise ValueError(
             f"no_sync=True at stage {stage}: a rank would have to keep the full gradients between two backwards, "
@@ -106,8 +106,8 @@ def _check(stage: int, numel: int, world_size: int) -> int:
         raise ValueError(f"stage={stage!r}: choose one of {', '.join(f'{s} ({name})' for s, name in STAGES.items())}")
     if numel < 0 or numel != int(numel):
         raise ValueError(f"numel={numel!r}: the number of parameters is a whole number, 0 or more")
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size!r}: there is at least 1 rank")
+    if world_size < 1 or world_size != int(world_size):
+        raise ValueError(f"world_size={world_size!r}: the number of ranks is a whole number, at least 1")
     return int(numel)  # 7.5e9 is welcome, and exact from here on
 
 

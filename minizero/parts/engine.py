@@ -295,6 +295,9 @@ def _check_arguments(module: Any, optimizer: Any, clip_norm: Any) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before wrapping")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ValueError(f"{name!r} is sparse or quantised, and cannot be sent to the other ranks: make it a dense tensor")
     if clip_norm is not None and (isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0):
         raise ValueError(f"clip_norm must be a positive number (math.inf measures without clipping); got {clip_norm!r}")
     if optimizer is None:

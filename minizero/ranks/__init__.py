@@ -80,8 +80,8 @@ class Ranks:
             raise ValueError(f"world_size must be at least 1; got {world_size}")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"timeout is a number of seconds; got {timeout!r}")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be positive (seconds for one run); got {timeout}")
+        if not 0 < timeout <= threading.TIMEOUT_MAX:
+            raise ValueError(f"timeout must be positive (seconds for one run), and not endless; got {timeout!r:.40}")
         self.world_size = world_size
         self.timeout = timeout
         self._backend, self._devices = _choose(str(device), world_size)
