@@ -63,7 +63,7 @@ check("collectives.ring_step", ring_step)
 # come from `dist.get_rank()` and `dist.get_world_size()`.
 #
 # Checked on 2 and 3 ranks: the values; N−1 sends of P/N elements, to the left neighbour only; every receive waited for
-# before the next step, every send before the function returns.
+# before the next step, every send before the function returns; no tensor touched between its start and its wait.
 
 
 # %%
@@ -96,14 +96,14 @@ check("collectives.ring_reduce_scatter", ring_reduce_scatter)
 # ## 3. All-gather
 #
 # `ring_all_gather(shard)` gets a flat tensor of S elements, as many on every rank: rank r's *shard* is chunk r of the
-# whole. Each rank returns the whole, N·S elements.
+# whole. Each rank returns the whole, N·S elements; its shard stays as it is.
 #
 # Example, three ranks with [1], [20] and [300]: each of them returns [1, 20, 300].
 #
 # Again no collectives, and the ring turns to the left. `ring_step` is of no direct use: here the trip begins at the owner.
 #
 # Checked on 2 and 3 ranks: the values and their order; N−1 sends of S elements, to the left neighbour only; every
-# receive waited for before the next step, every send before the function returns.
+# receive waited for before the next step, every send before the function returns; no tensor touched before its wait.
 
 
 # %%
@@ -134,9 +134,9 @@ check("collectives.ring_all_gather", ring_all_gather)
 # %% [markdown]
 # ## 4. All-reduce of anything
 #
-# `all_reduce(x)` replaces `x` by the sum over the ranks, in place, and returns nothing. `x` is contiguous and of any shape
-# and floating dtype, the same on all ranks; its number of elements need not be divisible by N and may be smaller than N.
-# Build it from your two functions, and find out what to do with the awkward sizes.
+# `all_reduce(x)` replaces `x` by the sum over the ranks, in place; what it returns is not looked at. `x` is contiguous and
+# of any shape and floating dtype, the same on all ranks; its number of elements need not be divisible by N and may be
+# smaller than N. Build it from your two functions, and find out what to do with the awkward sizes.
 #
 # Example, three ranks with [1, 2], [10, 20] and [100, 200]: afterwards each `x` is [111, 222].
 #

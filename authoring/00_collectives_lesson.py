@@ -313,11 +313,12 @@ print(sum(sent["ring_all_reduce"]))
 
 # %% [markdown]
 # The ring saves not a single element; it takes the work from rank 0 and hands it out evenly, 18 to each. And 18 is
-# 9 + 9: everything but one's own chunk, once to get the sums done and once to get them back. Patarasuk and Yuan (2009) proved
-# that no all-reduce can do with less on its busiest rank, and call it bandwidth-optimal.
+# 9 + 9: on each of the two trips a rank sends all chunks but one. On the first, which gets the sums done, that is its own
+# chunk; on the second, which hands them out, its right neighbour's. Patarasuk and Yuan (2009) proved that no
+# all-reduce can do with less on its busiest rank, and call it bandwidth-optimal.
 #
-# `dist.all_reduce` is this in one call, and `record_traffic` books for it what the ring would send, 18 elements of
-# 4 bytes:
+# `dist.all_reduce` is this in one call, and `record_traffic` books for it what the ring would send: 18 elements of
+# 4 bytes on each rank. (That this makes 72 again is chance. Above, 72 were the elements of all four ranks.)
 
 
 # %%
@@ -464,9 +465,10 @@ ranks.close()
 # which rank r holds the finished sum of chunk r, followed by an all-gather of the finished chunks. In a ring each half
 # takes N−1 steps, and in each step a rank sends one chunk of P/N elements to its neighbour. That makes P(N−1)/N for
 # each half and 2P(N−1)/N together. With N the chunks shrink as fast as the steps increase, so the amount tends to 2P:
-# 1.5P on 4 ranks, 1.998P on 1,024. In total the ring sends as much as collecting everything on rank 0 would; it spreads
-# it evenly, and all wires work all the time. What does grow with N is the number of steps, and each costs a *latency*,
-# the time that a message takes however small it is. That is why libraries use trees for small tensors.
+# 1.5P on 4 ranks, 1.998P on 1,024. In total the ring sends as much as collecting everything on rank 0 and sending the sum
+# back would; it spreads it evenly, and all wires work all the time. What does grow with N is the number of steps, and
+# each costs a *latency*, the time that a message takes however small it is. That is why libraries use trees for small
+# tensors.
 #
 # **In 30 seconds.** Reduce-scatter plus all-gather. In each of the two a rank sends all chunks but one, (N−1)/N of the
 # tensor, so an all-reduce sends just under twice the tensor however many ranks there are. The bytes are flat in N, the
@@ -525,9 +527,10 @@ for n in (8, 64):
 # - *"105 ms, the data sheet says 50 GB/s."* Data sheets like to add both directions. The ring sends 5.25 GB one way while
 #   it receives 5.25 GB the other way, so the figure for one direction counts.
 #
-# **Your own project.** Take your model's gradient bytes and your link, say the bound, then the time you measured:
-# `all_reduce_perf` of nccl-tests prints exactly this ratio as *bus bandwidth*. Without a GPU: time `dist.all_reduce` of
-# 100 MB on two local ranks and divide 2(N−1)/N · 100 MB by it.
+# **Your own project.** Take your model's gradient bytes and your link, say the bound, then the time you measured. Divide
+# the bytes that a rank sends, 2(N−1)/N times the tensor, by that time: `all_reduce_perf` of nccl-tests prints this as
+# *bus bandwidth*, and it can be compared with what the link promises. Without a GPU: time `dist.all_reduce` of 100 MB on
+# two local ranks.
 #
 # ### "What can deadlock in distributed training, and how do you find it?"
 #

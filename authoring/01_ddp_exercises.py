@@ -33,7 +33,7 @@ from minizero.course import ask, check, hint
 # ## 1. Everyone starts as rank 0
 #
 # Each rank has built the model with a seed of its own. `broadcast(model)` overwrites whatever a rank
-# has to have in common with rank 0 before the first step. It returns nothing.
+# has to have in common with rank 0 before the first step. What it returns is not looked at.
 #
 # Example: `weight` is [1, 2] on rank 0 and [10, 20] on rank 1, `running_mean` (a buffer) is [6] and
 # [60]. Afterwards both ranks have [1, 2] and [6].
@@ -42,7 +42,7 @@ from minizero.course import ask, check, hint
 # may hold large whole numbers. No object is pickled and sent: that is slow.
 #
 # Checked on 2 and 3 ranks: all values; the same tensors in the same memory; `dist.broadcast` only, at
-# most one for each tensor.
+# most one for each tensor, in the same order on all ranks.
 
 # %%
 def broadcast(model):
@@ -64,8 +64,7 @@ check("ddp.broadcast", broadcast)
 # ## 2. The naive average
 #
 # `average_gradients(model)` is called after `loss.backward()` and before `optimizer.step()`.
-# Afterwards every trainable parameter's `.grad` is the mean of the ranks' gradients. It returns
-# nothing.
+# Afterwards every trainable parameter's `.grad` is the mean of the ranks' gradients.
 #
 # Two kinds of parameters come without a gradient. A *frozen* one (`requires_grad` is False) has none
 # on any rank, and must not get one. A trainable one that *this* rank did not use in this step has
@@ -75,8 +74,8 @@ check("ddp.broadcast", broadcast)
 # Example, two ranks: rank 0 has [4, 6], rank 1 has None. Both end with [2, 3].
 #
 # Checked on 2 and 3 ranks: the means; weights untouched; one `all_reduce` for each trainable
-# parameter, in its gradient's dtype (16 bits too); three steps of SGD against one process that sees
-# all rows.
+# parameter, in one order and in its gradient's dtype (16 bits too, also where one is missing); three
+# steps of SGD against one process that sees all rows.
 
 # %%
 def average_gradients(model):
@@ -107,8 +106,9 @@ check("ddp.average", average_gradients)
 # it over `bucket_bytes` (filled to the last byte is not over). A parameter larger than that has a
 # bucket to itself.
 #
-# Frozen parameters are left out. A *tied* one stands in the list twice and goes into one bucket,
-# where it stands *first*: its gradient is complete only when backward has come to that place.
+# Frozen parameters are left out. A *tied* one stands in the list twice and goes into one bucket, at the
+# place of its *first* entry in the list: its gradient is complete only when backward has come there.
+# The caller's list stays as it is.
 #
 # Example, fp32, 32 bytes a bucket, parameters a, b, c, d of 6, 2, 3, 5 elements, list [a, b, c, d,
 # a]: [[d, c], [b, a]], with 20 + 12 and 8 + 24 bytes.
@@ -144,17 +144,17 @@ check("ddp.partition", partition)
 # ## 4. One collective for each bucket
 #
 # `average_in_buckets(buckets)` does what `average_gradients` did, with one `all_reduce` for each
-# bucket. `buckets` is a list of lists of trainable parameters, all of one dtype, equal on all ranks.
-# Afterwards every `.grad` is the mean, in the parameter's own shape. A missing gradient counts as
-# zeros.
+# bucket. `buckets` is a list of lists of trainable parameters, all of one dtype, equal on all ranks;
+# the lists stay as they are. Afterwards every `.grad` is the mean, in the parameter's own shape. A
+# missing gradient counts as zeros.
 #
 # Example, two ranks, one bucket of a [2]- and a [1]-shaped parameter: gradients [1, 2] and [3] on
 # rank 0, [10, 20] and [30] on rank 1. One all_reduce of 3 elements leaves 11, 22, 33; the gradients
 # become [5.5, 11] and [16.5] on both ranks.
 #
 # Checked on 2 and 3 ranks: the means for shapes such as [2, 2], [3, 1] and [] (one number); a
-# gradient that is not contiguous; one missing on one rank; 16 bits; the all_reduces, their sizes,
-# dtype and order.
+# gradient that is not contiguous; one missing on one rank, in 16 bits too; the all_reduces, their
+# sizes, dtype and order.
 
 # %%
 def average_in_buckets(buckets):
@@ -181,20 +181,21 @@ check("ddp.buckets", average_in_buckets)
 # %% [markdown]
 # ## 5. The overlap
 #
-# `Overlapped(model, buckets)` registers hooks on the parameters in `buckets`, once. Then, for each
-# step: `loss.backward()`, `engine.finish()`, `optimizer.step()`, `optimizer.zero_grad()`.
+# `Overlapped(model, buckets)` registers hooks on the parameters in `buckets`, once, when it is made.
+# Then, for each step: `loss.backward()`, `engine.finish()`, `optimizer.step()`,
+# `optimizer.zero_grad()`.
 #
-# A bucket leaves as **one asynchronous `all_reduce`, from inside the hook** that completes it, yet
-# only when all buckets ahead of it in the list have left. Backward waits for nothing. `finish()`
-# launches what has not left, with zeros for a gradient that is None, and waits for all; then every
-# `.grad` is the mean.
+# A bucket leaves as **one asynchronous `all_reduce`, from inside the hook** that completes it, in
+# whatever order its gradients arrive, yet only when all buckets ahead of it in the list have left.
+# Backward waits for nothing. `finish()` launches what has not left, with zeros for a gradient that is
+# None, and waits for all; then every `.grad` is the mean.
 #
 # Example, buckets [[c], [b], [a]] and gradients arriving in the order c, a, b: c leaves when c
 # arrives, nothing when a arrives, b and then a when b arrives.
 #
 # Checked on 2 and 3 ranks: what has left at each gradient; rank 0's backward ends though no other
 # rank has begun, its finish() does not; means, also in a second step, with a layer that one rank does
-# not use or uses in another order; three steps of SGD against one process.
+# not use (16 bits too) or uses in another order; three steps of SGD against one process.
 
 # %%
 class Overlapped:
@@ -322,10 +323,10 @@ check("ddp.number", answer)
 # it.
 #
 # What would one *measure* that shows the bug? Answer that, then mend the hook. The rest of the loop
-# stays: only gradients travel, and each rank returns its own losses.
+# stays: only gradients travel, inside backward(), and each rank returns its own losses.
 #
 # Checked on 2 and 3 ranks: what each step() is given, weights and losses against one process; the
-# traffic.
+# traffic, and that it leaves from the hook.
 
 # %%
 ask("ddp.find_the_bug")

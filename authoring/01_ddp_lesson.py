@@ -11,7 +11,7 @@
 # ```
 #
 # That is *distributed data parallel*, DDP, and the two arrows into the all-reduce are the whole subject. When do they leave, in how many pieces, how
-# many bytes are they, and what do they cost in memory? Nine questions, each with a number in it. Write yours down before you run the cell.
+# many bytes are they, and what do they cost in memory? Each of the nine sections asks for a number. Write yours down before you run the cell.
 
 # %% tags=["nbval-ignore-output"]
 import functools
@@ -151,7 +151,7 @@ print(len(on(2).run(naive_ops)[0]))
 # **Predict.** Send these 3.3 MB as 53 all-reduces, then as a single one. By what factor is the second faster?
 
 # %% tags=["nbval-ignore-output"]
-def fifty_three_or_one(rank, rounds=5):
+def fifty_three_or_one(rank, rounds=12):
     grads = [torch.randn_like(param) for param in GPT.preset("tiny").parameters()]
     together = [torch.cat([grad.flatten() for grad in grads])]
     seconds = {53: [], 1: []}
@@ -161,7 +161,7 @@ def fifty_three_or_one(rank, rounds=5):
         for tensor in tensors:
             dist.all_reduce(tensor)
         seconds[len(tensors)].append(time.perf_counter() - begin)
-    return {count: sorted(times)[rounds // 2] for count, times in seconds.items()}
+    return {count: min(times) for count, times in seconds.items()}
 
 
 took = on(2).run(fifty_three_or_one)[0]
@@ -171,7 +171,7 @@ print("53 small ones take as long as one large one, times")
 print(f"{took[53] / took[1]:.0f}")
 
 # %% [markdown]
-# An order of magnitude, on one machine. (The number is this computer's, at that minute; yours differs.) Every message pays a fixed price before its first byte moves, the
+# An order of magnitude, on one machine. (The numbers are this computer's, at that minute, the fastest of twelve rounds; yours differ.) Every message pays a fixed price before its first byte moves, the
 # *latency*. Most of our 53 pay little else:
 
 # %%
@@ -200,7 +200,8 @@ print(len(buckets))
 # %% [markdown]
 # Four. Bucket 0 holds what backward reaches first: the head, the last LayerNorm, block 3, and one bias of block 2 that still fitted.
 #
-# In `mz.DDP` a bucket is one flat tensor. When a gradient arrives it is copied to its place in the bucket, and from then on the parameter's `.grad` *is* that place. How many pieces of memory
+# `mz.DDP` is the package's own DDP, which this lesson takes apart. `engine = mz.DDP(model, optimizer)` wraps a model; we call the result the *engine*, and so do the lessons that follow. `engine(x, y)` is the model's
+# forward, `engine.backward(loss)` its backward, after which every gradient is the mean over the ranks, and `engine.step()` the optimizer's step. In the engine a bucket is one flat tensor. When a gradient arrives it is copied to its place in the bucket, and from then on the parameter's `.grad` *is* that place. How many pieces of memory
 # do the 53 gradients live in after a backward?
 
 # %%
@@ -223,8 +224,8 @@ print(on(2).run(pieces_of_memory)[0])
 # %% [markdown]
 # ## 4. The first bucket leaves: how many gradients are still missing?
 #
-# `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)` in the middle of backward, at the moment when `param.grad` is complete. The engine's hook ends with these three lines. `arrived` are the
-# gradients of this step that a bucket has, `full` means all of them, and `_next` is the first bucket that has not left:
+# `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)` in the middle of backward, at the moment when `param.grad` is complete. The engine has such a hook on each
+# parameter, and it ends with these three lines. `arrived` are the parameters whose gradients a bucket has got in this backward, `full` means all of them, and `_next` is the first bucket that has not left:
 
 # %%
 hook = inspect.getsource(mz.DDP._gradient_ready).splitlines()
@@ -294,7 +295,7 @@ print(inspect.getsource(mz.DDP._gather_launched))
 
 # %%
 def one_is_late(rank):
-    """When each gradient arrives on this rank, and when it issues its first reduction."""
+    """When each gradient arrives on this rank, and when it launches each bucket."""
     model = GPT.preset("tiny")
     arrived = []
 
@@ -309,18 +310,21 @@ def one_is_late(rank):
     x, y = next(data.batches("train", 16, 128, 1, rank=rank, world_size=2))
     with mz.record_traffic() as traffic:
         engine.backward(engine(x, y))
-    return arrived, next(op.start for op in traffic.ops if op.op == "reduce_scatter")
+    return arrived, [op.start for op in traffic.ops if op.op == "reduce_scatter"]
 
 
-(arrived, _), (_, rank_1_begins) = on(2).run(one_is_late)
+(arrived, launched), (_, (rank_1_begins, *_)) = on(2).run(one_is_late)
+print("buckets that rank 0 launches while rank 1 sleeps:", sum(when < rank_1_begins for when in launched))
 print("gradients that rank 0 computes while rank 1 sleeps, of", len(arrived))
 print(sum(when < rank_1_begins for when in arrived))
 
 # %% [markdown]
-# Twenty-eight: the 16 of bucket 0 and the 12 of bucket 1. Then rank 0 wants to launch bucket 1, and its backward stands still until rank 1 has joined in bucket 0. A rank can be ahead of the slowest one by a bucket, no further.
+# Twenty-eight: the 16 of bucket 0 and the 12 of bucket 1, while rank 1 has one. Rank 0 launches bucket 0 and computes on. It launches bucket 1 as well, and inside that launch its backward stands still until rank 1 has
+# joined in bucket 0. So a rank can be two launches ahead of the slowest one, and the second does not return before the other has made its first.
 # (In exercise 5 you send each bucket as one asynchronous `all_reduce`. Both halves are issued at once, nothing has to be issued later, and your hooks need not wait.)
 #
-# When no rank is late there is little to wait for. Here is the step on a clock, naive and overlapped, the fastest of twelve each. Hatched is the time in which rank 0 stands still.
+# When no rank is late there is little to wait for. Here is the step on a clock, naive and overlapped, the fastest of twelve each. Hatched is the time in which rank 0 stands still. (The naive step sends the 53 messages of
+# section 3, and they take longer here: the first waits until the other rank has come to the end of its backward, and 53 divisions lie between them.)
 
 # %% tags=["nbval-ignore-output"]
 def without(start, end, waits):
@@ -356,7 +360,8 @@ plots.lanes(events, "One step of rank 0: who waits for the wire?")
 
 # %% [markdown]
 # Upper lane: compute, backward from block 3 to block 0. Lower lane: the reductions of buckets 0 to 3, each drawn until the rank has waited for it; of the all-gathers only the last is drawn, the others run
-# beside the next reduction. Naive DDP stands still for all that it sends. With buckets and hooks the rank stands still for the last bucket, and before that where the other rank was late.
+# beside the next reduction. Naive DDP stands still for all that it sends. With buckets and hooks the rank stands still for the last bucket. (Where a stretch further left is hatched, the launch of a bucket waits, because the other
+# rank was late with the bucket before.)
 #
 # The paper's word is **overlap of communication with computation**. Buckets leave in one fixed order on every rank, never in the order in
 # which they happen to fill up: a collective pairs with whatever the other ranks issue at the same place in *their* sequence.
@@ -397,7 +402,7 @@ for n in (4, 1024):
 # $$\text{elements sent by a rank per step} \;=\; 2P\,\frac{N-1}{N} \;<\; 2P$$
 #
 # $P$ counts the elements of all buckets (the model's Ψ parameters plus some padding, so that N ranks can cut them evenly; here P = Ψ), $N$ the ranks. Each half costs
-# $P(N-1)/N$. The ZeRO paper calls the sum **2Ψ** and measures everything against it (section 7): this is the price that ZeRO-1 and ZeRO-2 will match, and ZeRO-3
+# $P(N-1)/N$. The ZeRO paper calls the sum **2Ψ** and measures everything against it (section 7 of the paper): this is the price that ZeRO-1 and ZeRO-2 will match, and ZeRO-3
 # will exceed.
 #
 # What else was sent?
@@ -406,7 +411,8 @@ for n in (4, 1024):
 print(*(f"{op.op} of {op.numel} elements, {op.unit}" for op in others), sep="\n")
 
 # %% [markdown]
-# One collective for the whole step. With 53 elements the ranks agree which parameters had a gradient at all, and with 4 whether one came after its bucket had left.
+# One collective for the whole step. With 53 elements the ranks agree which parameters had a gradient at all, and with 4, one for each bucket, whether a gradient came after its bucket had left. The last 4 are one for each rank: its part
+# of the gradients' norm, for engines that clip gradients of which a rank holds only a shard. Here they are 0.
 #
 # So far every run began from the same seed on all ranks. What if it does not?
 
@@ -492,7 +498,7 @@ print("times too much")
 print(f"{loud / quiet:.1f}")
 
 # %% [markdown]
-# Four times, for the same weights: **2GΨ** against **2Ψ**. The mean is linear, so the mean of a sum is the sum of the means, and one reduction at the end is enough. `no_sync()` is a switch that
+# Four times, for the same weights: **2GΨ** against **2Ψ**, each times (N−1)/N, which is 1/2 on two ranks: so the cell counts GΨ and Ψ elements. The mean is linear, so the mean of a sum is the sum of the means, and one reduction at the end is enough. `no_sync()` is a switch that
 # the hook reads: inside it, gradients only pile up on their own rank.
 #
 # It costs DDP nothing, because each rank has room for the full gradient anyway. In lesson 03 the rank will not have that room, and `no_sync()` will be refused.
@@ -544,11 +550,11 @@ title = "One process, DDP, and DDP with a bug"
 plots.curve(list(range(1, 101)), curves, xlabel="steps", ylabel="loss", title=title)
 
 # %% [markdown]
-# In none. (The bug is A.) Adam divides the mean of the gradients by the root of the mean of their squares, so a factor of 2 that is in both cancels. The bug sits in the run
-# until someone clips gradients by norm, takes an optimizer that is not scale-free, or compares with one GPU.
+# In none. (The bug is A.) Adam divides the mean of the gradients by the root of the mean of their squares, so a factor of 2 that is in both cancels. Comparing with one process did not find the bug: curve B *is* one process. It stays in the
+# run until someone clips gradients by norm, or takes an optimizer that is not scale-free.
 #
-# That is why every comparison in this course is made with SGD, which hides nothing. With a forgotten division, the step is N times as long. In other words it should equal
-# one process with twice the learning rate.
+# So a comparison that is to find a wrong factor needs an optimizer that hides nothing, plain SGD, and compares weights instead of curves. That is how we compared in sections 1 and 2. There, with a forgotten division, the step
+# is N times as long: the run should equal one process with twice the learning rate.
 
 # %%
 def sgd_doubled(params):
@@ -576,7 +582,7 @@ for weights in (start, engine[0][1]):
 # %% [markdown]
 # ## 9. One rank, two, four: how many bytes does each hold for a parameter?
 #
-# Interview notes say that **data parallelism needs O(N·Ψ) memory** (we call this claim C09). The meter settles it. We run a step of AdamW in fp32 on 1, 2 and 4 ranks, go on to the end of the next backward,
+# Interview notes say that **data parallelism needs O(N·Ψ) memory**. `mz.record_memory()`, the *meter* of this course, settles it: it counts the bytes that one rank holds, by kind. We run a step of AdamW in fp32 on 1, 2 and 4 ranks, go on to the end of the next backward,
 # when everything is alive, and read what *one* rank holds.
 #
 # **Predict.** Weights, gradients and Adam's state together: how many bytes for each parameter on one rank, for N = 1, 2, 4? Many people let something become smaller.
@@ -625,12 +631,13 @@ print(f"{(4 * adam - adam) / (4 * adam):.0%}")
 
 # %% [markdown]
 # N − 1 of N copies are redundant. With 64 ranks, 63. Each rank could update 1/N of the weights with 1/N of Adam's state, and tell the others the result.
-# Look back at question 4: after the *reduce-scatter* each rank already holds the finished mean for exactly 1/N of the elements, and DDP goes on to send it to all.
+# Look back at section 4: after the *reduce-scatter* each rank already holds the finished mean for exactly 1/N of the elements, and DDP goes on to send it to all.
 # What if the rank made its step right there? That is ZeRO-1, and lesson 02.
 #
 # ## The module on one page
 #
-# What a training loop calls, out of `minizero/ddp.py` itself. Two names are new. `sync_gradients()` is the first half of `step()`, for a loop that steps by itself. `gathered()` does
+# `minizero/ddp.py` is what this lesson is about: who holds which bytes, and when they move. What every engine of the course does besides, around its step, it inherits from `minizero/parts/engine.py`. Below are the head of the
+# first file and the methods that a training loop calls. Two names are new. `sync_gradients()` is the first half of `step()`, for a loop that steps by itself. `gathered()` does
 # nothing here; in lesson 04 weights are not always full, and the same loop will run there.
 
 # %%
@@ -655,16 +662,16 @@ for name in ("backward", "no_sync", "sync_gradients", "step", "gathered"):
 # then makes the same step.
 #
 # **Follow-ups**
-# - *Why not one bucket?* It is full when backward is over, so nothing overlaps. *Why not one for each tensor?* Latency: 53 messages took many times as long as one with the same bytes (question 3).
+# - *Why not one bucket?* It is full when backward is over, so nothing overlaps. *Why not one for each tensor?* Latency: 53 messages took many times as long as one with the same bytes (section 3).
 # - *Does backward ever wait?* If a bucket is one asynchronous all-reduce, no. If its two halves are issued apart, as here, yes: the second half must come in the same place on all ranks, so the launch of a bucket waits for
-#   the reduce-scatter of the one before. With one rank a second late the other stopped after 28 of 53 gradients (question 4).
+#   the reduce-scatter of the one before. With one rank a second late the other stopped after 28 of 53 gradients (section 4).
 # - *A rank skips a layer in this step. What then?* Its bucket would never fill. It has to contribute zeros, and all ranks must launch the same buckets in the same order; PyTorch wants `find_unused_parameters=True`
 #   for it, our engine always handles it.
-# - *You double the number of GPUs. How many bytes more does each send?* From 2Ψ(N−1)/N to 2Ψ(2N−1)/2N: from 8 to 16 ranks that is 1.750Ψ to 1.875Ψ, 7 % more (question 5).
+# - *You double the number of GPUs. How many bytes more does each send?* From 2Ψ(N−1)/N to 2Ψ(2N−1)/2N: from 8 to 16 ranks that is 1.750Ψ to 1.875Ψ, 7 % more (section 5).
 #
 # **Wrong answers people give**
 # - *"The weights are averaged after each step."* The gradients are, before it.
-# - *"Traffic grows with N."* It has the limit 2Ψ (question 5).
+# - *"Traffic grows with N."* It has the limit 2Ψ (section 5).
 # - *"DDP sends the gradients to rank 0, which updates and sends weights back."* That is `nn.DataParallel`, or a parameter server.
 #
 # **Your own project.** "I wrote DDP from hooks on CPU processes, and checked three things: the same weights as one process, the elements sent against the formula, and that
@@ -690,12 +697,12 @@ print(f"{mz.theory.traffic(0, 7e9, 8) * 2 / 1e9:.1f}")
 # **Follow-ups**
 # - *How many GPUs until it fits?* None. N does not occur in DDP's memory. ZeRO-1 on 8 GPUs: 4Ψ + 12Ψ/8 = 28 + 10.5 = 38.5 GB.
 # - *And in pure fp32?* 4 + 4 + 8: 16 again, which is what the meter showed.
-# - *Accumulation over G = 4 micro-batches?* Memory as before. Traffic 98 GB if every backward reduces, 24.5 GB with `no_sync` (question 7).
+# - *Accumulation over G = 4 micro-batches?* Memory as before. Traffic 98 GB if every backward reduces, 24.5 GB with `no_sync` (section 7).
 #
 # **Wrong answers people give**
-# - *"112 GB over 8 GPUs, so 14 each."* That is ZeRO-3; DDP replicates (question 9).
+# - *"112 GB over 8 GPUs, so 14 each."* That is ZeRO-3; DDP replicates (section 9).
 # - *"Adam's state is 12Ψ and the gradient Ψ, together 16Ψ."* 12 + 1 is 13. The gradient takes 2 bytes a parameter, and so does the weight.
-# - *"Data parallelism needs O(N·Ψ)."* In total, not for one rank (question 9).
+# - *"Data parallelism needs O(N·Ψ)."* In total, not for one rank (section 9).
 #
 # **Your own project.** "I metered a GPT on 1, 2 and 4 CPU ranks: 16.0 bytes a parameter on each, every time. So I know that adding workers was never going to save me memory."
 #
@@ -711,14 +718,14 @@ print(f"{mz.theory.traffic(0, 7e9, 8) * 2 / 1e9:.1f}")
 # **In 30 seconds.** Compare weights, rows, gradients, in that order, after one step of SGD. Never with Adam, which hides a constant factor.
 #
 # **Follow-ups**
-# - *The loss curve is identical. Is all well?* With Adam, no evidence: question 8.
-# - *The ranks' weights differ by exactly the same amount all the time. What happened?* They started apart and get the same gradient (question 6).
+# - *The loss curve is identical. Is all well?* With Adam, no evidence: section 8.
+# - *The ranks' weights differ by exactly the same amount all the time. What happened?* They started apart and get the same gradient (section 6).
 # - *Rank 0 has 1 valid token, rank 1 has 5. How wrong can the plain mean be?* The lone token has weight 1/2 instead of 1/6: three times too much.
 #
 # **Wrong answers people give**
-# - *"Floating-point noise."* Noise was below 1e-6 after 32 steps here (question 2); a difference that grows from the first step on is a bug.
-# - *"A lower learning rate fixes it."* With the division missing it does, at one N: the bug *is* a doubled learning rate (question 8).
-# - *"DDP is only an approximation of large-batch training."* The sums are the same, only the place where they are computed changes (question 2).
+# - *"Floating-point noise."* Noise was below 1e-6 after 32 steps here (section 2); a difference that grows from the first step on is a bug.
+# - *"A lower learning rate fixes it."* With the division missing it does, at one N: the bug *is* a doubled learning rate (section 8).
+# - *"DDP is only an approximation of large-batch training."* The sums are the same, only the place where they are computed changes (section 2).
 #
 # **Your own project.** "I keep a test that runs 2 CPU processes for some steps of SGD and compares with one process to 1e-6. It has found …": and here you name your own bug.
 #

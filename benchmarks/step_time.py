@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import minizero as mz
@@ -41,6 +42,12 @@ def torch_ddp(model, optimizer):
     return step
 
 
+def torch_zero1(model, optimizer):
+    """torch DDP with a ZeroRedundancyOptimizer, which gives whole parameters to ranks and broadcasts them after the step."""
+    settings = {key: value for key, value in optimizer.defaults.items() if key in ("lr", "weight_decay")}
+    return torch_ddp(model, ZeroRedundancyOptimizer(model.parameters(), type(optimizer), **settings))
+
+
 def ours(engine_class):
     def build(model, optimizer):
         engine = engine_class(model, optimizer)
@@ -54,7 +61,13 @@ def ours(engine_class):
     return build
 
 
-CONTESTANTS = {"torch DDP": torch_ddp, "no communication": no_communication, "minizero DDP": ours(mz.DDP)}
+CONTESTANTS = {
+    "torch DDP": torch_ddp,
+    "no communication": no_communication,
+    "minizero DDP": ours(mz.DDP),
+    "torch DDP + ZeroRedundancyOptimizer": torch_zero1,
+    "minizero Zero1": ours(mz.Zero1),
+}
 
 
 def measure(rank: int, rounds: int, steps: int) -> dict[str, list[float]]:

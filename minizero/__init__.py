@@ -4,13 +4,18 @@ from minizero.ddp import DDP
 from minizero.lens import theory
 from minizero.lens.memory import record_memory
 from minizero.lens.traffic import record_traffic
+from minizero.parts.precision import LossScaler
 from minizero.ranks import RankError, Ranks, RanksTimeout, device, init, launch
+from minizero.zero1 import ShardedOptimizer, Zero1
 
 __all__ = [
     "DDP",
+    "LossScaler",
     "RankError",
     "Ranks",
     "RanksTimeout",
+    "ShardedOptimizer",
+    "Zero1",
     "device",
     "init",
     "launch",

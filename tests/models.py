@@ -14,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Awkward(nn.Module):
-    """The default: parameters of 15, 5, 25, 1, 0 and 7 elements, a scalar, and tied, frozen, unused, twice used ones."""
+    """The default: parameters of 15, 5, 205, 25, 1, 0 and 7 elements, a scalar, and tied, frozen, unused, twice used ones.
+
+    `wide` is the one that a shard's border cuts, whatever the number of ranks.
+    """
 
     shape = (3,)
 
@@ -26,6 +29,7 @@ class Awkward(nn.Module):
         self.alias = nn.Linear(5, 5, bias=False)
         self.alias.weight = self.tied.weight
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.wide = nn.Parameter(torch.randn(5, 41) / 5)
         self.one = nn.Parameter(torch.ones(1))
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.frozen = nn.Linear(5, 7).requires_grad_(False)
@@ -34,7 +38,8 @@ class Awkward(nn.Module):
         self.last = nn.Linear(7, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.tied(self.first(x).tanh()).tanh()
+        h = (self.first(x).tanh() @ self.wide).tanh() @ self.wide.t()
+        h = self.tied(h).tanh()
         h = self.twice(self.twice(h).tanh()).tanh()
         h = self.alias(h).tanh()
         h = (self.frozen(h) * self.scale + self.shift).tanh() + self.empty.sum()
@@ -213,6 +218,15 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 def grads(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def mean_grads(engine: nn.Module) -> dict[str, Tensor | None]:
+    """The whole batch's gradients as the optimizer gets them, whoever holds them: what a first step of SGD keeps as its momentum."""
+    for group in engine.optimizer.param_groups:
+        group["momentum"] = 0.9
+    engine.step()
+    state = engine.optimizer_state_dict()["state"]
+    return {name: state[name]["momentum_buffer"] if name in state else None for name, _ in engine.module.named_parameters()}
 
 
 def distance(a: list[Tensor], b: list[Tensor]) -> float:

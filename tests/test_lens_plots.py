@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from matplotlib._pylab_helpers import Gcf
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex, to_rgb
@@ -13,6 +14,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from minizero.lens import plots, theory
+from minizero.parts import flat
 
 MB = 1e6
 
@@ -35,6 +37,11 @@ def ddp_events(blocks=4):
         events.append(event(rank, None, "wait", t, t + 0.006))
         events.append(event(rank, None, "step", t + 0.006, t + 0.009))
     return events
+
+
+def shards(sizes, world_size):
+    layout = flat.layout([torch.empty(size) for size in sizes], world_size)
+    return plots.shards(layout, [f"layer.{i}" for i in range(len(sizes))], "Who owns what")
 
 
 PEAKS = {
@@ -74,6 +81,8 @@ PICTURES = {
         "N",
         "sent",
     ),
+    "shards": lambda: shards((50, 10, 80), world_size=3),
+    "shards of many": lambda: shards((1, 1000, 7, 3), world_size=8),
     "log": lambda: plots.curve([1e7, 1e8, 1e9], {"DDP": [5, 3, 2], "ZeRO-3": [9, 4, 2]}, "bytes/s", "s", log_x=True),
 }
 
@@ -382,6 +391,23 @@ def test_the_ring_says_which_half_it_is_in():
     assert any("all-gather" in w for w in words(plots.ring(4, 3)))
 
 
+# Shards -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_is_a_row_with_what_it_owns_of_each_tensor():
+    figure = shards((50, 10, 80), world_size=3)  # at 0, 64 and 96; P = 192, S = 64
+    drawn = [(box.get_x(), round(box.get_y()), box.get_width()) for box in boxes(figure, plots.COLOURS["params"])]
+    assert drawn == [(0, 0, 50), (0, 1, 10), (32, 1, 32), (0, 2, 48)]
+    assert {"rank 0", "rank 2", "50 of 64", "42 of 64", "48 of 64"} <= set(words(figure))
+    assert {"layer.2\n[0, 32)", "layer.2\n[32, 80)"} <= set(words(figure))
+
+
+def test_padding_is_hatched_behind_the_whole_shard():
+    figure = shards((50, 10, 80), world_size=3)
+    hatched = [p for p in figure.axes[0].patches if p.get_hatch()]
+    assert [(p.get_x(), p.get_width()) for p in hatched] == [(0, 64)] * 3
+
+
 # Lines ------------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +455,8 @@ def test_a_line_named_after_a_kind_has_its_colour_and_others_have_none_of_these(
         (lambda: plots.lanes([]), "events is empty"),
         (lambda: plots.ring(7, 0), "world_size=7"),
         (lambda: plots.ring(4, 7), "step=7: an all-reduce among 4 ranks has steps 0 to 5, and 6 is its end"),
+        (lambda: shards((1,), world_size=9), "world_size=9: shards are drawn for up to 8 ranks"),
+        (lambda: plots.shards(flat.layout([torch.empty(3)], 2), []), "0 names for 1 tensors"),
         (lambda: plots.curve([1, 2], {}, "x", "y"), "series is empty"),
         (lambda: plots.curve([1, 2], {"a": [1]}, "x", "y"), "'a' has 1 values for 2 points"),
     ],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import minizero as mz
 
-ENGINES = {mz.DDP: 0}  # each step of the course joins here, with its stage
+ENGINES = {mz.DDP: 0, mz.Zero1: 1}  # each step of the course joins here, with its stage
 FLOAT = 4  # bytes
 
 pytestmark = pytest.mark.parametrize("engine_type", ENGINES, ids=lambda engine: engine.__name__)
@@ -37,39 +37,58 @@ def extra_peak(m, kind: str) -> int:
     return int(curve.max() - curve[0])
 
 
-def states(rank, world_size, engine_type, make, bucket_mb):
+def states(rank, world_size, engine_type, make, bucket_mb, precision=None):
     with mz.record_memory() as m:
         model = make()
-        engine = engine_type(model, torch.optim.Adam(model.parameters(), lr=1e-3), bucket_mb=bucket_mb)
+        engine = engine_type(model, torch.optim.Adam(model.parameters(), lr=1e-3), bucket_mb=bucket_mb, precision=precision)
         for step in range(3):
             engine.backward(loss_of(engine, share(rows(model, step, 12), rank, world_size)))
             after_backward = {kind: gained(m, kind) for kind in m.now}
             engine.step()
-    pieces = sum(p.requires_grad for p in model.parameters())
-    return after_backward, (numel(model), numel(model, trainable=True), sum(sizes(engine)), pieces)
+    flat_weights = [(shard.full_P.numel(), shard.has_master * shard.shard_S.numel()) for shard in engine.weights]
+    owned = [state["exp_avg"].numel() for state in engine.optimizer.state.values()]
+    return after_backward, model, sum(sizes(engine)), flat_weights, owned
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("bucket_mb", [25, 1e-3])
-def test_weights_gradients_and_adam_cost_4_4_and_8_bytes_a_parameter_and_a_step_count_each(ranks, engine_type, bucket_mb, world_size):
-    """Everything is a multiple of 32 ranks here, so nothing is padding: theory to the byte, and 4 for each parameter's step count."""
-    for held, (psi, _, P, pieces) in ranks(world_size).run(states, world_size, engine_type, lambda: mlp(192, 192, 192), bucket_mb):
-        expected = mz.theory.memory(ENGINES[engine_type], psi, world_size, precision="fp32")
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_states_cost_what_the_paper_says_to_the_byte_and_a_step_count_for_each_piece(ranks, engine_type, precision, bucket_mb, world_size):
+    """Everything is a multiple of 32 ranks here, so nothing is padding. DDP: 16 bytes a parameter, ZeRO-1: 4 + 12/N."""
+    make = lambda: mlp(128, 128, 128)  # noqa: E731
+    for held, model, P, _, owned in ranks(world_size).run(states, world_size, engine_type, make, bucket_mb, precision):
+        psi = numel(model)
+        expected = mz.theory.memory(ENGINES[engine_type], psi, world_size, precision)
         assert P == psi
-        assert held["params"] == expected["params"] == 4 * psi
-        assert held["grads"] == expected["grads"] == 4 * psi
-        assert held["optimizer"] == expected["optimizer"] + 4 * pieces == 8 * psi + 4 * pieces
-        assert held["comm"] == held["host"] == 0
+        assert {kind: held[kind] for kind in ("params", "grads", "comm", "host")} == {
+            "params": expected["params"], "grads": expected["grads"], "comm": 0, "host": 0
+        }  # fmt: skip
+        assert held["optimizer"] == expected["optimizer"] + 4 * len(owned)
+        assert held["params"] + held["grads"] + held["optimizer"] - 4 * len(owned) == {
+            (mz.DDP, None): 16 * psi,
+            (mz.DDP, "bf16"): 16 * psi,
+            (mz.Zero1, None): 8 * psi + 8 * psi // world_size,
+            (mz.Zero1, "bf16"): 4 * psi + 12 * psi // world_size,
+        }[engine_type, precision]
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_padding_costs_gradients_only_and_frozen_parameters_no_gradient_and_no_adam(ranks, engine_type, world_size):
-    for held, (psi, trainable, P, pieces) in ranks(world_size).run(states, world_size, engine_type, Awkward, 1e-4):
-        used = trainable - 9  # Adam makes no state for what never had a gradient: a Linear(2, 3) of two parameters
-        assert held["params"] == 4 * psi
-        assert held["grads"] == 4 * P
-        assert held["optimizer"] == 8 * used + 4 * (pieces - 2)
+def test_frozen_parameters_cost_no_gradient_and_no_adam_and_padding_no_moment(ranks, engine_type, world_size, precision):
+    results = ranks(world_size).run(states, world_size, engine_type, Awkward, 1e-4, precision)
+    for held, model, P, flat_weights, owned in results:
+        size = 2 if precision else 4
+        frozen = numel(model) - numel(model, trainable=True)
+        padded = sum(P for P, _ in flat_weights) or numel(model, trainable=True)  # DDP in fp32 leaves the weights where they are
+        assert held["params"] == size * (padded + frozen)
+        assert held["grads"] == size * P
+        assert held["optimizer"] == 8 * sum(owned) + 4 * len(owned) + 4 * sum(master for _, master in flat_weights)
+        if engine_type is mz.Zero1:
+            assert padded == P and all(master == (P // world_size if precision else 0) for P, master in flat_weights)
         assert held["comm"] == 0
+    used = numel(Awkward(), trainable=True) - 9  # Adam makes no state for what never had a gradient: a Linear(2, 3)
+    whole = [sum(owned) for *_, owned in results]
+    assert whole == [used] * world_size if engine_type is mz.DDP else sum(whole) == used
 
 
 def peaks(rank, world_size, engine_type, bucket_mb):
@@ -98,7 +117,7 @@ def test_a_single_rank_needs_no_buffer_to_communicate(ranks, engine_type):
 
 def accumulating(rank, engine_type):
     model = mlp(64, 64, 64)
-    engine = engine_type(model, bucket_mb=0.02)
+    engine = engine_type(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.02)
     with mz.record_memory() as m:
         for _ in range(3):
             with engine.no_sync():
@@ -119,9 +138,9 @@ def live_bytes() -> int:
     return sum(storage.nbytes() for storage in storages)
 
 
-def train_long(rank, engine_type, name):
+def train_long(rank, engine_type, name, precision):
     model = ConvNet() if name == "batchnorm" else build(name)
-    engine = engine_type(model, torch.optim.Adam(model.parameters()), bucket_mb=1e-4, clip_norm=1.0)
+    engine = engine_type(model, torch.optim.Adam(model.parameters()), bucket_mb=1e-4, clip_norm=1.0, precision=precision)
     live = []
     for step in range(10):
         with engine.no_sync():
@@ -136,9 +155,11 @@ def train_long(rank, engine_type, name):
     return live
 
 
-@pytest.mark.parametrize("name", ["awkward", "batchnorm", "checkpointed reentrant"])
-def test_live_tensors_do_not_grow_from_step_to_step(ranks, engine_type, name):
-    for live in ranks(2).run(train_long, engine_type, name):
+@pytest.mark.parametrize(("name", "precision"), [
+    ("awkward", None), ("awkward", "bf16"), ("awkward", "fp16"), ("batchnorm", None), ("checkpointed reentrant", None),
+])  # fmt: skip
+def test_live_tensors_do_not_grow_from_step_to_step(ranks, engine_type, name, precision):
+    for live in ranks(2).run(train_long, engine_type, name, precision):
         assert min(live[6:]) <= min(live[2:6])  # the least: gloo's thread may let go of a vote a moment late
 
 

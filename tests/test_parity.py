@@ -7,7 +7,7 @@ from torch import nn
 
 import minizero as mz
 
-ENGINES = [mz.DDP]  # each step of the course joins here
+ENGINES = [mz.DDP, mz.Zero1]  # each step of the course joins here
 STEPS = 20
 BUCKET_MB = 3e-4  # 78 floats: two to four buckets for most models
 OPTIMIZERS = {

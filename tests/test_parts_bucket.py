@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minizero.parts import kinds
-from minizero.parts.bucket import Bucket, State, partition
+from minizero.parts.bucket import Bucket, ShardBucket, State, partition
+from minizero.parts.flat import FlatShard
 
 MB = 2**20
 
@@ -130,7 +131,7 @@ def test_after_the_reduction_a_gradient_is_there_if_some_rank_has_one():
     bucket.land()
     assert a.grad is bucket.views[a] and b.grad is bucket.views[b]
     assert bucket.gradients() == [True, False]
-    bucket.hand_out({b})
+    bucket.hand_out({b}, 1.0)
     assert a.grad is None and b.grad is bucket.views[b]
 
 
@@ -143,5 +144,104 @@ def test_a_gradient_cleared_after_the_reduction_is_none_and_one_set_by_hand_is_o
     a.grad = None
     b.grad = torch.full((5,), 2.0)
     assert bucket.gradients() == [False, True]
-    bucket.hand_out({b})
+    bucket.hand_out({b}, 1.0)
     assert a.grad is None and b.grad.tolist() == [2] * 5
+
+
+# --- a bucket of which a rank keeps its shard ------------------------------------------------------------
+
+
+def shard_bucket(rank=0, world_size=2, dtype=torch.float32, master=False):
+    """Two parameters of 40 and 5 elements: 64 + 32, so that on two ranks the border, at 64, lies between them."""
+    params = parameters(40, 5, dtype=dtype)
+    weights = FlatShard("bucket 0", params, rank, world_size, master=master)
+    return ShardBucket("bucket 0", params, weights, rank, world_size), params
+
+
+def backward(bucket, *grads):
+    """What autograd and the hooks do, for each parameter that has a gradient."""
+    for p, grad in zip(bucket.params, grads, strict=True):
+        if grad is not None:
+            bucket.make_room()
+            p.grad = torch.full_like(p, grad) if p.grad is None else p.grad + grad
+            bucket.take(p)
+
+
+def reduced(bucket):
+    """Alone, the mean is what is there."""
+    bucket.close()
+    bucket.land()
+
+
+def seen(bucket, scale=1.0):
+    bucket.gradients()
+    bucket.prepare(scale)
+    return [None if piece.grad is None else piece.grad.unique().tolist() for piece in bucket.weights.pieces.values()]
+
+
+def test_outside_the_shard_of_a_rank_the_buffer_is_nan():
+    bucket, (a, b) = shard_bucket(rank=1)
+    backward(bucket, 1.0, 2.0)
+    reduced(bucket)
+    assert a.grad.isnan().all() and b.grad.tolist() == [2] * 5
+    assert not bucket.late and bucket.gradients() == [True, True]
+    assert seen(bucket) == [[2.0]]
+
+
+def test_the_next_gradient_finds_zeros_and_the_mean_is_kept_apart_in_fp32():
+    bucket, _ = shard_bucket(dtype=torch.bfloat16)
+    for i in range(3):
+        backward(bucket, 1.0 if i == 0 else 2.0**-10, 1.0)
+        assert bucket.late
+        reduced(bucket)
+    assert bucket.sum_S.dtype is torch.float32
+    assert seen(bucket) == [[1.0]]  # the parameter itself is of 16 bits
+    assert bucket.sum_S[:40].unique().tolist() == [1 + 2 * 2.0**-10]
+
+
+def test_one_mean_needs_no_second_buffer():
+    bucket, _ = shard_bucket()
+    backward(bucket, 1.0, 2.0)
+    reduced(bucket)
+    assert seen(bucket) == [[1.0]] and bucket.sum_S is None
+    assert bucket.weights.pieces[bucket.params[0]].grad.untyped_storage().data_ptr() == bucket.grad_P.untyped_storage().data_ptr()
+
+
+def test_pieces_of_masters_see_fp32_gradients_without_the_loss_scale_also_after_a_second_look_and_more_backwards():
+    bucket, _ = shard_bucket(dtype=torch.float16, master=True)
+    backward(bucket, 8.0, 8.0)
+    reduced(bucket)
+    assert seen(bucket, 4.0) == [[2.0]]
+    assert seen(bucket, 4.0) == [[2.0]]
+    backward(bucket, 4.0, 4.0)
+    reduced(bucket)
+    assert seen(bucket, 4.0) == [[3.0]]
+    assert bucket.weights.pieces[bucket.params[0]].grad.dtype is torch.float32
+
+
+def test_a_gradient_that_is_cleared_between_two_backwards_loses_its_earlier_mean_too():
+    bucket, (a, b) = shard_bucket(world_size=1)
+    backward(bucket, 1.0, 1.0)
+    reduced(bucket)
+    a.grad = None
+    backward(bucket, None, 1.0)
+    reduced(bucket)
+    assert bucket.gradients() == [False, True]
+    bucket.prepare(1.0)
+    bucket.hand_out({b}, 1.0)
+    assert [bucket.weights.pieces[p].grad if p is a else bucket.weights.pieces[p].grad.tolist() for p in (a, b)] == [None, [2] * 5]
+    assert a.grad is None
+
+
+def test_a_step_forgets_everything():
+    bucket, (a, b) = shard_bucket()
+    for _ in range(2):
+        backward(bucket, 1.0, 1.0)
+        reduced(bucket)
+    seen(bucket, 2.0)
+    for p in (a, b):
+        p.grad = None
+    bucket.clear()
+    backward(bucket, 5.0, 5.0)
+    reduced(bucket)
+    assert seen(bucket) == [[5.0]]

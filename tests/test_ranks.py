@@ -20,6 +20,7 @@ import time
 import types
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import cloudpickle
@@ -620,6 +621,93 @@ def test_at_the_deadline_each_rank_is_placed(ranks):
     assert "rank 0  computing, after 1 call, at " in text
     assert "while True" in text or "# an endless loop" in text
     assert "rank 1  computing, after 1 call" in text
+
+
+def helped_by_a_thread(rank):
+    """The main thread waits for what a thread of the other rank sends later."""
+    late = threading.Timer(1.0, dist.send, (torch.ones(1), 1 - rank))
+    late.start()
+    told = torch.zeros(1)
+    dist.recv(told, 1 - rank)
+    late.join()
+    return told.item()
+
+
+def not_for_ever(rank):
+    """Calls with a time limit of their own end by themselves."""
+    short = dist.new_group(timeout=timedelta(seconds=0.8))
+    if rank == 0:
+        for wait in (
+            functools.partial(dist.recv, torch.zeros(1), 1, group=short),
+            functools.partial(dist.monitored_barrier, timeout=timedelta(seconds=0.8)),
+        ):
+            with pytest.raises(RuntimeError, match="(?i)timed out"):
+                wait()
+    else:
+        time.sleep(2.5)
+    return "went on"
+
+
+@pytest.mark.parametrize("fn, result", [(helped_by_a_thread, 1.0), (not_for_ever, "went on")])
+def test_who_may_still_go_on_is_not_accused(ranks, fn, result):
+    assert ranks(2).run(fn) == [result] * 2
+    assert ranks(2).run(all_reduce) == [[3, 3, 3]] * 2
+
+
+def open_files(rank):
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+def test_deadlocks_leave_no_open_file(ranks):
+    counts = []
+    for _ in range(4):
+        failure(ranks(2), from_each_other)
+        counts.append(ranks(2).run(open_files))
+    assert counts[1:] == counts[:-1]
+
+
+def leaves_a_thread(rank):
+    threading.Timer(1.0, dist.all_reduce, (torch.full((3,), 1000.0),)).start()
+    raise KeyError("and the thread goes on")
+
+
+def test_a_thread_of_a_failed_run_never_meets_the_next(ranks):
+    for _ in range(2):
+        assert failure(ranks(2), leaves_a_thread).exception_type == "KeyError"
+        assert ranks(2).run(lambda rank: [time.sleep(1.2), all_reduce(rank)][1]) == [[3, 3, 3]] * 2
+
+
+def lost_another_connection(rank):
+    if rank == 0:
+        raise RuntimeError("Connection reset: no database here")
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    raise ValueError("a consequence")
+
+
+def test_a_connection_that_is_none_between_ranks_is_a_cause(ranks):
+    assert failure(ranks(2), lost_another_connection).rank == 0
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index**2
+
+
+def test_a_rank_may_have_workers_that_load_data(ranks):
+    def fn(rank):
+        class Cubes(Squares):  # as in a notebook: no file has it
+            def __getitem__(self, index):
+                return index**3
+
+        loaders = [torch.utils.data.DataLoader(kind(), num_workers=2) for kind in (Squares, Cubes)]
+        return [[int(batch) for batch in loader] for loader in loaders]
+
+    assert ranks(2).run(fn) == [[[0, 1, 4, 9], [0, 1, 8, 27]]] * 2
 
 
 def test_no_false_alarm(ranks):

@@ -4,6 +4,7 @@ In a notebook:       from minizero.course import ask, check, hint
 In a check module:   from minizero.course import Finding, Question, bug, exercise, number
 """
 
+from minizero.course.changes import changes
 from minizero.course.finding import CheckFailed, Finding, NotDone
 from minizero.course.grading import check
 from minizero.course.hints import hint
@@ -18,6 +19,7 @@ __all__ = [
     "Question",
     "ask",
     "bug",
+    "changes",
     "check",
     "exercise",
     "hint",

@@ -176,18 +176,35 @@ class Expect:
             rule, got, text = "every rank comes to its end", text, text + waits
         elif error.exception_type == "ProcessDied":
             rule, got = "every rank stays alive", f"died: {error.message}"
+            got = f"rank {error.rank} {got}" if world_size > 1 else got
+            if text.startswith(_UNLIKE):  # gloo ends a process that receives more than it expects
+                rule, got = _FITS, text.partition("\n")[0] + "\n" + got
         elif error.exception_type == "RankError":
-            rule, got = "what one rank issues fits what the others do", error.message
+            rule, got = _FITS, error.message
         elif world_size > 1:
             got = f"rank {error.rank} raised {got}"
-        cause = next((cause for piece, cause in causes.items() if piece.lower() in text.lower()), "")
+        named = (*causes.items(), *_CAUSES.items())
+        cause = next((cause for piece, cause in named if piece.lower() in text.lower()), "")
         finding = Finding(rule, got=got, cause=cause)
         own = [frame for frame in frames if frame.learners]
         if own:
             finding.at = f"{own[-1].function}, line {own[-1].line}: {own[-1].source}"
-        elif self._call and error.exception_type == "TypeError":
+        elif self._call and error.exception_type == "TypeError" and _of_arguments(error.message):
             finding.so = f"it is called as {self._call}"
         return finding
+
+
+_UNLIKE = "the ranks issue different collectives"  # as mz.launch says it
+_FITS = "what one rank issues fits what the others do"
+_CAUSES = {  # whatever is asked for
+    "Boolean value of Tensor": "`in` a list and == compare a tensor's values: whether it is the same object, ask `is`, a set or a dict",
+}
+
+
+def _of_arguments(message: str) -> bool:
+    """Does a TypeError say that the answer itself takes other arguments? "Answer.method() takes …" is another matter."""
+    function = message.partition("(")[0].rpartition("<locals>.")[2]
+    return "argument" in message and ("." not in function or function.endswith(".__init__"))
 
 
 def _call(rank: int, fn: Callable, *args: Any) -> Any:
@@ -261,7 +278,15 @@ def differ(got: Any, want: Any, of: str, tol: float) -> tuple[str, str, str] | N
         return _items_differ(got, want, of, tol, Sequence, lambda each: dict(enumerate(each)))
     if isinstance(got, Tensor) and got.numel() == 1:
         got = got.item()
-    return None if _same(got, want, tol) else (of, show(want), show(got))
+    return None if _same(got, want, tol) else (of, *_apart(want, got))
+
+
+def _apart(want: Any, got: Any) -> tuple[str, str]:
+    """Both as a finding prints them. Floats that look alike in six digits are given all they have."""
+    told = show(want), show(got)
+    if told[0] == told[1] and isinstance(want, float) and isinstance(got, float):
+        return f"{want:.17g}", f"{got:.17g}"
+    return told
 
 
 def _items_differ(
@@ -301,9 +326,9 @@ def _tensors_differ(got: Any, want: Tensor, of: str, tol: float) -> tuple[str, s
     index = tuple((~equal).nonzero()[0].tolist())
     count = int((~equal).sum())
     place = f"element {', '.join(map(str, index))} of {of}" if index else of
-    digits = ".17g" if exact and want.dtype.is_floating_point else ".6g"
     more = f" ({count:,} of {want.numel():,} elements differ)" if want.numel() > 1 else ""
-    return place, format(want[index].item(), digits), format(got[index].item(), digits) + more
+    expected, found = _apart(want[index].item(), got[index].item())
+    return place, expected, found + more
 
 
 def _kind(tensor: Tensor) -> str:
@@ -317,7 +342,7 @@ def show(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:.0f}" if value.is_integer() and 1e6 <= abs(value) < 2**53 else f"{value:.6g}"
     if isinstance(value, Tensor):
         return shorten(show(value.tolist())) if value.numel() <= _SHORT else _kind(value)
     if isinstance(value, (list, tuple)):

@@ -20,6 +20,7 @@ from matplotlib.patches import Ellipse, FancyArrowPatch, Patch, Rectangle
 from matplotlib.path import Path
 
 from minizero.lens.theory import STAGES, memory
+from minizero.parts.flat import Layout, cuts
 
 # Close to Okabe and Ito's colours, shifted until their lightness differs too: from 21 (host) to 88 (other), in steps of
 # at least 7 of 100. So they stay apart in grey and for colour-blind readers.
@@ -194,6 +195,7 @@ _WIRE = {
     "copy": {"facecolor": COLOURS["host"]},
 }
 _PLAIN = {"facecolor": COLOURS["comm"]}  # a collective under its own name
+_PADDING = {"facecolor": "white", "hatch": "/////", "edgecolor": FAINT, "linewidth": 0}
 
 
 @_in_style
@@ -313,6 +315,38 @@ def _send(ax, way, chunk):
     ax.add_patch(FancyArrowPatch(path=Path(way), color=COLOURS["comm"], fill=False, **style))
     box = {"boxstyle": "square,pad=0.25", "facecolor": "white", "edgecolor": COLOURS["comm"], "linewidth": 1.2}
     ax.text(*way[len(way) // 2], str(chunk), ha="center", va="center", bbox=box)
+
+
+@_in_style
+def shards(layout: Layout, names: Sequence[str], title: str = "") -> Figure:
+    """Who owns what of a flat buffer: a row for each rank, its S elements from left to right, padding hatched.
+
+    `names` are those of the tensors, in the order of the layout. Behind a name stand the elements of the tensor that
+    lie there, [from, to), and at the end of the row how many elements the rank owns. Drawn for up to 8 ranks.
+    """
+    n, S = layout.world_size, layout.S
+    if n > 8:
+        raise ValueError(f"world_size={n}: shards are drawn for up to 8 ranks")
+    if len(names) != len(layout.shapes):
+        raise ValueError(f"{len(names)} names for {len(layout.shapes)} tensors: give one for each")
+    figure, ax = _axes()
+    _head(figure, title, {"weights": Patch(color=COLOURS["params"]), "padding": Patch(**_PADDING)})
+    _rows(ax, [f"rank {rank}" for rank in range(n)], S)
+    boxes = []
+    for rank in range(n):
+        ax.add_patch(Rectangle((0, rank - 0.31), S, 0.62, **_PADDING))
+        owned = 0
+        for cut in cuts(layout, rank):
+            start, size = cut.of_shard.start, cut.of_shard.stop - cut.of_shard.start
+            look = {"facecolor": COLOURS["params"], "edgecolor": "white", "linewidth": 0.6}
+            box = ax.add_patch(Rectangle((start, rank - 0.31), size, 0.62, **look))
+            boxes.append((box, f"{names[cut.tensor]}\n[{cut.of_tensor.start}, {cut.of_tensor.stop})"))
+            owned += size
+        _at_end(ax, S, rank, f"{owned} of {S}")
+    figure.draw_without_rendering()
+    for box, label in boxes:
+        _write_in(ax, box, label)
+    return figure
 
 
 # Not the colours of the kinds: a line may be anything.

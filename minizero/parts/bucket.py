@@ -14,85 +14,256 @@ import torch
 from torch import Tensor, nn
 
 from minizero.parts import flat, kinds
+from minizero.parts.flat import FlatShard
 
 
 class State(Enum):
-    HERE = auto()  # each parameter's .grad, where there is one, is its view of the bucket
-    IN_FLIGHT = auto()  # the bucket belongs to the collective, and no .grad points at it
+    LOCAL = auto()  # this rank's own gradients; each parameter's .grad, where there is one, is its view of the buffer
+    IN_FLIGHT = auto()  # the buffer belongs to the collective, and no .grad points at it
+    MEAN = auto()  # what came back is in it: the mean over the ranks, of the whole buffer or of this rank's shard
 
 
 class Bucket:
-    """The gradients of some parameters in one flat buffer of P elements."""
+    """The gradients of some parameters in one flat buffer of P elements, which is averaged as a whole.
 
-    def __init__(self, name: str, params: Sequence[nn.Parameter], world_size: int):
+    masters: the fp32 weights that these gradients update, where the parameters themselves are of 16 bits
+    """
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter], world_size: int, masters: FlatShard | None = None):
         self.name = name
         self.params = list(params)
+        self.masters = masters
         self.layout = flat.layout(params, world_size)
         self.grad_P = kinds.tag(torch.zeros(self.layout.P, dtype=params[0].dtype, device=params[0].device), "grads")
-        self.views = dict(zip(self.params, flat.views(self.grad_P, self.layout), strict=True))
-        self.state = State.HERE
+        # .data: a version counter for each view, on which only what is written through a parameter's .grad counts
+        self.views = {p: view.data for p, view in zip(self.params, flat.views(self.grad_P, self.layout), strict=True)}
+        self.state = State.LOCAL
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank since it was last cleared
         self.arrived: set[nn.Parameter] = set()  # had one since the bucket last landed
-        self._mean = -1  # the buffer's version counter when the mean was in it
+        self._landed: dict[nn.Parameter, int] = {}  # the views' version counters when the mean had arrived
 
     @property
     def full(self) -> bool:
         return len(self.arrived) == len(self.params)
 
+    # --- to the other ranks and back ----------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """A gradient is about to be added to a parameter's .grad. To a mean it may be: both have the right mean together."""
+
     def take(self, param: nn.Parameter) -> None:
         """Make the parameter's gradient its view of the bucket. If that is in flight, the gradient waits: see land()."""
         if self.state is State.IN_FLIGHT:
             return
-        self.used.add(param)
         if param.grad is not self.views[param]:
+            self.make_room()
             self.views[param].copy_(param.grad)
             param.grad = self.views[param]
+        self.used.add(param)
+
+    def take_by_hand(self, param: nn.Parameter) -> None:
+        """Somebody has set the parameter's .grad: that is all its gradient now."""
+        self.take(param)
 
     def close(self) -> Tensor:
         """Ready to leave: a parameter without a gradient gives zeros, and no .grad points at the buffer any more."""
+        self.make_room()
         for param, view in self.views.items():
             if param.grad is None:
                 view.zero_()
-                self.used.discard(param)
-            elif param.grad is not view:  # set by hand
-                self.take(param)
+                self._forget(param)
+            elif param.grad is not view:
+                self.take_by_hand(param)
+        for param in self.params:
             param.grad = None
         self.state = State.IN_FLIGHT
         return self.grad_P
 
     def land(self) -> None:
         """The mean has arrived. What came after the bucket had left (a parameter may get two gradients) is added to it."""
-        self._mean = self.grad_P._version
+        self._landed = {param: view._version for param, view in self.views.items()}
+        self.state = State.MEAN
+        late = {param: param.grad for param in self.params if param.grad is not None}
         for param, view in self.views.items():
-            if param.grad is not None:
-                view.add_(param.grad)
-                self.used.add(param)
             param.grad = view
+        if late:
+            self.make_room()
+        for param, grad in late.items():
+            self.views[param].add_(grad)
+            self.used.add(param)
         self.arrived.clear()
-        self.state = State.HERE
+
+    # --- what the ranks agree on --------------------------------------------------------------------
 
     def gradients(self) -> list[bool]:
         """For each parameter, whether this rank has a gradient: cleared since the reduction, it has none; set by hand, it has."""
         for param, view in self.views.items():
             if param.grad is not None and param.grad is not view:
-                self.take(param)
+                self.take_by_hand(param)
         return [param in self.used and param.grad is not None for param in self.params]
 
     @property
     def late(self) -> bool:
         """Something was added or changed on this rank since the mean arrived: the bucket must be reduced once more."""
-        return self.grad_P._version != self._mean
+        return any(map(self.written, self.params))
+
+    def written(self, param: nn.Parameter) -> bool:
+        """Something was written into the parameter's .grad since the mean arrived."""
+        return self.views[param]._version != self._landed.get(param)
+
+    def zeroed(self, param: nn.Parameter) -> bool:
+        """It was zeros, as zero_grad(set_to_none=False) does."""
+        return self.written(param) and not self.views[param].any()
+
+    def spoilt(self, param: nn.Parameter) -> bool:
+        """Its .grad was changed in a way that only the ranks' own shards of it would show."""
+        return False
+
+    # --- to the optimizer ---------------------------------------------------------------------------
+
+    def prepare(self, scale: float) -> None:
+        """The mean is whole on every rank: nothing to do."""
+
+    def hand_out(self, used_somewhere: set[nn.Parameter], scale: float) -> None:
+        """Every parameter's .grad is its view of the mean, or None if no rank had a gradient for it. What updates a master is
+        the same in fp32, without the loss scale."""
+        self.used = used_somewhere & self.views.keys()
+        for param, view in self.views.items():
+            param.grad = view if param in self.used else None
+        for param, piece in self.masters.pieces.items() if self.masters else ():
+            piece.grad = None if param.grad is None else kinds.tag(param.grad.to(piece.dtype, copy=True).div_(scale), "grads")
 
     @property
     def as_handed_out(self) -> bool:
         """Nobody has changed, cleared or replaced a gradient since hand_out()."""
         return not self.late and all(p.grad is (view if p in self.used else None) for p, view in self.views.items())
 
-    def hand_out(self, used_somewhere: set[nn.Parameter]) -> None:
-        """Every parameter's .grad is its view of the mean, or None if no rank had a gradient for it."""
+    def clear(self) -> None:
+        """The step is over, and no parameter has a gradient."""
+        self.state = State.LOCAL
+        self.used.clear()
+
+    def _forget(self, param: nn.Parameter) -> None:
+        """Its gradient was cleared, or there was none."""
+        self.used.discard(param)
+
+
+class ShardBucket(Bucket):
+    """The gradients of some parameters, of whose mean this rank keeps only its shard: S = P // N elements of the buffer.
+
+    weights: what the shard updates
+
+    The rest of the buffer is NaN then, so that whoever takes it for a gradient finds out. The next backward needs the
+    buffer for this rank's own gradients again; meanwhile the shard is kept apart, in fp32, where sums lose nothing.
+    """
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter], weights: FlatShard, rank: int, world_size: int):
+        super().__init__(name, params, world_size)
+        self.weights = weights
+        self.grad_S = flat.shard(self.grad_P, rank, world_size)
+        self.sum_S: Tensor | None = None  # means of earlier backwards, and that of the last one if it is no longer in the buffer
+        self._divisor = 1.0  # the loss scale by which sum_S is divided already
+        self._in_buffer = False
+        self._handed: dict[nn.Parameter, Tensor] = {}  # what the pieces have as .grad, unless somebody has replaced it
+
+    def take_by_hand(self, param: nn.Parameter) -> None:
+        """Somebody has set the parameter's .grad: that is all its gradient now, without the means of earlier backwards."""
+        self.make_room()
+        self._zero(param)
+        self.take(param)
+
+    def make_room(self) -> None:
+        """A gradient is about to be added to a parameter's .grad: it must find zeros there, not a mean."""
+        if self.state is State.MEAN:
+            self._set_aside()
+            self.grad_P.zero_()
+            self.state = State.LOCAL
+
+    def land(self) -> None:
+        """The mean of this rank's shard has arrived."""
+        self._in_buffer = True
+        super().land()
+        if self.state is State.MEAN:
+            start = self.grad_S.storage_offset()
+            self.grad_P[:start] = torch.nan
+            self.grad_P[start + self.grad_S.numel() :] = torch.nan
+
+    @property
+    def late(self) -> bool:
+        """The buffer holds gradients of this rank that have not been reduced."""
+        return self.state is State.LOCAL
+
+    def spoilt(self, param: nn.Parameter) -> bool:
+        """Its .grad was changed, and not cleared: of the mean only a shard is there, and with masters it's a copy that counts."""
+        if self.state is not State.MEAN or param.grad is None:
+            return False
+        if self.layout.world_size == 1 and not self.weights.has_master:  # nothing is missing, unless it was handed out
+            return bool(self._handed) and param.grad is not self.views[param]
+        if param.grad is not self.views[param]:
+            return bool(param.grad.isnan().any())  # made from what is NaN here
+        return self.written(param) and not self.zeroed(param)
+
+    def prepare(self, scale: float) -> None:
+        """Each piece's .grad is its part of the mean, in its own dtype and without the loss scale."""
+        mean_S = self.grad_S
+        if self.weights.has_master or self.sum_S is not None:
+            self._set_aside()
+            if self.sum_S is not None:
+                self.sum_S /= scale
+                self._divisor = scale
+                mean_S = self.sum_S.to(self.weights.shard_S.dtype)
+        self._handed = self.weights.cut(mean_S)
+        for param, grad in self._handed.items():
+            self.weights.pieces[param].grad = None if param.grad is None else grad
+
+    def hand_out(self, used_somewhere: set[nn.Parameter], scale: float) -> None:
+        """What no rank had a gradient for has none."""
         self.used = used_somewhere & self.views.keys()
-        for param, view in self.views.items():
-            param.grad = view if param in self.used else None
+        for param in self.views.keys() - self.used:
+            param.grad = None
+            if param in self.weights.pieces:
+                self.weights.pieces[param].grad = None
+
+    def clear(self) -> None:
+        """The step is over, and no parameter has a gradient."""
+        super().clear()
+        self.sum_S, self._divisor, self._handed = None, 1.0, {}
+
+    def _set_aside(self) -> None:
+        """Move the mean from the buffer to the sum, with all that was done to it: edited, replaced, cleared."""
+        if all(param.grad is None for param in self.params):
+            self.clear()
+            return
+        for param, grad in self._handed.items():
+            seen = self.weights.pieces[param].grad
+            if seen is None:
+                grad.zero_()
+            elif seen is not grad:
+                grad.copy_(seen)
+        self._handed = {}
+        if self.sum_S is None:
+            exact = torch.promote_types(self.grad_S.dtype, torch.float32)
+            self.sum_S = kinds.tag(torch.zeros_like(self.grad_S, dtype=exact), "grads")
+        self.sum_S *= self._divisor
+        self._divisor = 1.0
+        if self._in_buffer:
+            self.sum_S += self.grad_S
+        for param in self.params:
+            if param.grad is None:
+                self._forget(param)
+            elif self.zeroed(param):
+                self._zero(param)
+        self.grad_S.fill_(torch.nan)
+        self._in_buffer = False
+        self._landed = {param: view._version for param, view in self.views.items()}  # what was written is in the sum
+
+    def _forget(self, param: nn.Parameter) -> None:
+        super()._forget(param)
+        self._zero(param)
+
+    def _zero(self, param: nn.Parameter) -> None:
+        if self.sum_S is not None and param in self.weights.pieces:
+            self.weights.cut(self.sum_S)[param].zero_()
 
 
 def partition(params: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:

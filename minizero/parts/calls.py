@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Call:
     uneven: bool = False  # ranks may rightly have other sizes
     unit: str = ""  # the bucket or unit, "control" or "buffers"; empty for plain calls
     sync: bool = True
+    patient: bool = True  # it waits as long as it takes; not, if its group or its caller sets a time limit
     itemsize: int = 0  # bytes an element
     where: tuple[str, int] = ("", 0)  # the file and line of the caller outside torch and minizero
     start: float = field(default_factory=time.perf_counter)
@@ -83,7 +85,7 @@ class Call:
 # What gloo and NCCL say when the other side went away.
 _LOST = (
     "connection closed", "connection reset", "connection refused", "broken pipe", "socket closed", "peer closed",
-    "timed out waiting", "caused pair closure", "remote process exited", "nccl communicator was aborted",
+    "caused pair closure", "remote process exited", "nccl communicator was aborted",
 )  # fmt: skip
 
 
@@ -91,11 +93,19 @@ def connection_lost(error: BaseException | None) -> bool:
     """Does it only say, itself or the error behind it, that another rank went away? A consequence, never the cause."""
     seen: list[BaseException] = []  # a cause may be the error itself
     while error is not None and error not in seen:
-        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _LOST):
+        said = isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _LOST)
+        if said and _raised_by_library(error):  # a database that is gone says the same
             return True
         seen.append(error)
         error = error.__cause__ or error.__context__
     return False
+
+
+def _raised_by_library(error: BaseException) -> bool:
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is None or place.tb_frame.f_code.co_filename.startswith((*INSTALLED, PARTS))
 
 
 class _HandedOn(dist.Work):
@@ -125,6 +135,8 @@ class WatchedWork(_HandedOn):
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if self._call.end is not None:
             return self._work.wait(*args, **kwargs)
+        if args or kwargs:
+            self._call.patient = False
         self._call.tell("waiting")
         try:
             result = self._work.wait(*args, **kwargs)
@@ -156,6 +168,7 @@ def describe(op: str, tensors: Any, group: Any = None, **more: Any) -> Call:
     """A Call for `tensors` (one tensor, or the list of a tensor's chunks) over `group`."""
     group = group or dist.group.WORLD
     chunks = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+    more.setdefault("patient", _is_patient(group))
     return Call(
         op=op,
         numel=sum(chunk.numel() for chunk in chunks),
@@ -167,6 +180,14 @@ def describe(op: str, tensors: Any, group: Any = None, **more: Any) -> Call:
         where=location(),
         **more,
     )
+
+
+def _is_patient(group: Any) -> bool:
+    """Whether a call of the group waits for ever, or at least for longer than a reader does."""
+    with contextlib.suppress(Exception):  # a fake group has no options, and waits for nobody
+        backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+        return backend.options._timeout >= timedelta(minutes=10)
+    return True
 
 
 @contextlib.contextmanager
@@ -255,7 +276,7 @@ _COLLECTIVES: dict[str, tuple[str, Callable[[dict], dict]]] = {
     "all_to_all": ("all_to_all", lambda a: {"tensors": a["input_tensor_list"], "uneven": True}),
     "all_to_all_single": ("all_to_all", lambda a: {"tensors": a["input"], "uneven": _has_splits(a), "sent": _sent(a)}),
     "barrier": ("barrier", lambda a: {"tensors": ()}),
-    "monitored_barrier": ("barrier", lambda a: {"tensors": (), "detail": "monitored"}),
+    "monitored_barrier": ("barrier", lambda a: {"tensors": (), "detail": "monitored", "patient": a.get("timeout") is None}),
     "new_group": ("new_group", lambda a: {"tensors": (), "detail": f"ranks={_members(a)}"}),
     "send": ("send", _peer("dst")),
     "isend": ("send", _peer("dst")),

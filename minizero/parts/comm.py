@@ -231,19 +231,38 @@ def broadcast(tensors: Sequence[Tensor], group: Group, unit: str) -> None:
     _free(packed)
 
 
+def broadcast_in_portions(tensors: Sequence[Tensor], group: Group, unit: str) -> None:
+    """The same for a whole model: at most 25 MiB a broadcast, or one tensor that is larger."""
+    portion: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if size + tensor.nbytes > 25 * 2**20 and portion:
+            broadcast(portion, group, unit)
+            portion, size = [], 0
+        portion.append(tensor)
+        size += tensor.nbytes
+    broadcast(portion, group, unit)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def any_rank(flags: Sequence[bool], group: Group, device: torch.device) -> list[bool]:
-    """For each flag, whether some rank has set it: the one small all_reduce with which ranks agree on a step."""
-    if _alone(group) or not flags:
-        return list(flags)
-    votes = torch.tensor(flags, dtype=torch.float32, device=device)
+def agree(flags: Sequence[bool], number: float, group: Group, device: torch.device) -> tuple[list[bool], list[float]]:
+    """For each flag, whether some rank has set it; and every rank's number, in rank order. The one small all_reduce with
+    which ranks agree on a step."""
+    size, rank = size_of(group), rank_in(group)
+    if _alone(group):
+        return list(flags), [float(number)]
+    votes = torch.zeros(len(flags) + size, dtype=torch.float64)
+    votes[: len(flags)] = torch.tensor(flags, dtype=torch.float64)
+    votes[len(flags) + rank] = number
+    votes = votes.to(device)
     with calls.logical("all_reduce", votes, group, unit="control", detail="SUM") as call:
         dist.all_reduce(votes, group=group)
         call.tell("done")
-    return [vote > 0 for vote in votes.tolist()]
+    answers = votes.tolist()
+    return [vote > 0 for vote in answers[: len(flags)]], answers[len(flags) :]
 
 
 def gather_objects(value: object, group: Group) -> list:

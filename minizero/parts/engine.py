@@ -1,36 +1,56 @@
-"""What every engine does around its step: look after the wrapped module, its buffers, its optimizer and its state dicts.
+"""What every engine does around its step: look after the wrapped module, its precision, its optimizer and its state dicts.
 
 A step (ddp.py, zero1.py, …) says who holds which bytes and when they move. What a training loop needs besides, and the
-lesson does not, is here.
+lesson does not, is here. A step has `buckets`, and three methods: `_gradient_ready` launches the buckets that are full,
+`_reduce_the_rest` the others, and waits; `_update` makes the optimizer's step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from enum import Enum, auto
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from minizero.parts import comm, flat
+from minizero.parts import checks, comm, flat, kinds, optim
+from minizero.parts.bucket import Bucket, partition
+from minizero.parts.flat import FlatShard
+from minizero.parts.precision import LossScaler, cast, compute_dtype, lower
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those whose hooks are in place
+
+
+class Gradients(Enum):
+    LOCAL = auto()  # this rank's own
+    ARRIVING = auto()  # backward runs, buckets leave as they fill
+    REDUCED = auto()  # the mean over the ranks
+    SYNCED = auto()  # and the ranks have agreed for which parameters there is one
 
 
 class Engine(nn.Module):
     """A module that trains on all ranks of a process group. The steps of the course derive from it."""
 
+    shards_gradients = False  # whether what the optimizer sees of the gradients differs between ranks
+
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, *, precision: str | None,
-                 clip_norm: float | None, group: comm.Group | None, loss_scaler: Any):  # fmt: skip
+                 clip_norm: float | None, group: comm.Group | None, loss_scaler: LossScaler | None):  # fmt: skip
         super().__init__()
-        if precision is not None or loss_scaler is not None:
-            raise NotImplementedError("mixed precision is built in the next step of the course: leave precision=None")
-        _check_arguments(module, optimizer, clip_norm)
+        checks.check_arguments(module, optimizer, clip_norm, Engine, _engines)
+        if self.shards_gradients:
+            if optimizer is None:
+                raise TypeError(f"{type(self).__name__} shards the optimizer's state: give it one, {type(self).__name__}(model, optimizer)")
+            optim.check_elementwise(type(optimizer), optimizer.defaults)
+        self.compute_dtype = compute_dtype(precision)
+        if precision == "fp16" and optimizer is None:
+            raise ValueError('precision="fp16" needs the optimizer: a step whose gradients overflow must not be made')
+        self.loss_scaler = _scaler(precision, loss_scaler)
         self.module = module
         self.optimizer = optimizer
         self.clip_norm = clip_norm
@@ -41,10 +61,88 @@ class Engine(nn.Module):
         self.device = next((param.device for param in module.parameters()), comm.device())
         self.grad_norm: float | None = None
         self.skipped = 0
+        self.buckets: list[Bucket] = []
+        self.weights: list[FlatShard] = []  # what the optimizer updates, where it is not the parameters themselves
         self._sync = True
-        self._known = {name: (param, _form(param)) for name, param in module.named_parameters()}
-        self._trainable = [param for param in module.parameters() if param.requires_grad]
-        _check_same_model(module, self.group)
+        self._gradients = Gradients.LOCAL
+        self._squares: list[float] | None = None  # of the gradients' norm, from each rank
+        self._scaled_backward = self._unscaled = self._updating = False
+        checks.check_same_model(module, self.group)
+
+    # --- taking over --------------------------------------------------------------------------------
+
+    def _follow_rank_0(self) -> None:
+        """Weights and buffers become rank 0's."""
+        comm.broadcast_in_portions([*self.module.parameters(), *self.module.buffers()], self.group, "start")
+
+    def _params_by_bucket(self, bucket_mb: float) -> list[tuple[str, list[nn.Parameter]]]:
+        """The trainable parameters, in the precision in which they compute, as buckets with their names."""
+        partition([], bucket_mb)  # first of all its ValueError
+        self._exact = lower(self.module, self.compute_dtype)
+        self._frozen = {p: exact.dtype for p, exact in self._exact.items() if not p.requires_grad}
+        trainable = [param for param in self.module.parameters() if param.requires_grad]
+        return [(f"bucket {i}", params) for i, params in enumerate(partition(trainable, bucket_mb))]
+
+    def _flat_shard(self, name: str, params: list[nn.Parameter], rank: int, world_size: int) -> FlatShard:
+        """Make the parameters views of a flat buffer, of which `rank` of `world_size` updates its shard."""
+        exact = [self._exact.get(param, param.data) for param in params]
+        self.weights.append(FlatShard(name, params, rank, world_size, exact, master=params[0] in self._exact))
+        return self.weights[-1]
+
+    def _take_over(self) -> None:
+        """Point the optimizer at what it shall update, and the parameters' hooks at this engine."""
+        del self._exact  # the masters have it now
+        self._known = {name: (param, checks.form(param)) for name, param in self.module.named_parameters()}
+        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self._updated: set[Tensor] = {param for param, _ in self._known.values()}
+        if self.weights:
+            self._updated = {piece for shard in self.weights for piece in shard.pieces.values()}
+            self._repointed = optim.repoint(self.optimizer, self.weights)
+            self._stand_in_for(self.optimizer)
+        self._hook_gradients()
+
+    def _stand_in_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """optimizer.zero_grad() clears pieces only; whoever calls it means all gradients. optimizer.step() updates pieces only,
+        and the weights of the other ranks would never hear of it."""
+        me = weakref.ref(self)
+        alone = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            engine = me()
+            (alone if engine is None else engine.zero_grad)(set_to_none)
+
+        def inside_engine_step(*_: Any) -> None:
+            engine = me()
+            if engine is None or not engine._updating:
+                raise RuntimeError(
+                    "this optimizer updates the shards of an engine: call engine.step(). If the engine is gone, build a new "
+                    "optimizer over model.parameters()"
+                )
+
+        optimizer.zero_grad = zero_grad
+        optimizer.register_step_pre_hook(inside_engine_step)
+
+    def _hook_gradients(self) -> None:
+        """Hear of each gradient, before and after autograd adds it to a parameter's .grad. Keeps nothing alive."""
+        me = weakref.ref(self)
+
+        def before(param: nn.Parameter, _: Tensor) -> None:
+            engine = me()
+            if engine is not None:
+                engine._bucket_of[param].make_room()
+
+        def after(param: nn.Parameter, _: Tensor) -> None:
+            engine = me()
+            if engine is not None:
+                engine._gradient_arrived(param)
+
+        for param in self._bucket_of:
+            handles = [param.register_post_accumulate_grad_hook(functools.partial(after, param))]
+            if self.shards_gradients:
+                handles.append(param.register_hook(functools.partial(before, param)))
+            for handle in handles:
+                weakref.finalize(self, handle.remove)
+        _engines.add(self)
 
     # --- forward ------------------------------------------------------------------------------------
 
@@ -55,10 +153,14 @@ class Engine(nn.Module):
             self._before_forward()
             if self.module.training:
                 comm.broadcast(list(self.module.buffers()), self.group, "buffers")
+        args, kwargs = cast((args, kwargs), self.compute_dtype)
         return self.module(*args, **kwargs)
 
     def _before_forward(self) -> None:
-        """For a step: a forward with gradients begins."""
+        if self._gradients is Gradients.ARRIVING:  # the last backward raised: end what the other ranks may wait for
+            self._reduce_the_rest()
+        if self._gradients is Gradients.SYNCED and self.module.training:
+            self._gradients = Gradients.LOCAL
 
     def _check_unchanged(self) -> None:
         """A parameter that was replaced, added or unfrozen since would train on this rank alone."""
@@ -69,11 +171,11 @@ class Engine(nn.Module):
                 raise RuntimeError(f"parameter {name!r} was added after the model was wrapped (rank {self.rank}): {cure}")
             if known is not param:
                 raise RuntimeError(f"parameter {name!r} was replaced after the model was wrapped (rank {self.rank}): {cure}")
-            if form == (now := _form(param)):
+            if form == (now := checks.form(param)):
                 continue
             if now[1:] != form[1:]:
                 raise RuntimeError(
-                    f"parameter {name!r} was {_tell(form)} when the model was wrapped and is {_tell(now)} now "
+                    f"parameter {name!r} was {checks.tell(form)} when the model was wrapped and is {checks.tell(now)} now "
                     f"(rank {self.rank}): {cure}"
                 )
             if param.requires_grad:
@@ -82,24 +184,40 @@ class Engine(nn.Module):
                     f"(rank {self.rank}): {cure}"
                 )
         if self.optimizer is not None:
-            _check_groups([param for param, _ in self._known.values()], self.optimizer)
+            checks.check_groups(self._updated, self.optimizer)
 
-    # --- hooks --------------------------------------------------------------------------------------
+    # --- backward -----------------------------------------------------------------------------------
 
-    def _on_gradient(self, ready: Callable[[Engine, nn.Parameter], None]) -> None:
-        """Call `ready(self, param)` each time autograd has accumulated into a parameter's .grad. Keeps nothing alive."""
-        me = weakref.ref(self)
+    def backward(self, loss: Tensor) -> None:
+        """loss.backward(), every bucket reduced meanwhile; inside no_sync() gradients only accumulate on this rank."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward() needs the loss, a tensor with a graph; got a {type(loss).__name__}")
+        if self._sync:
+            self._gradients = Gradients.ARRIVING
+        self._scaled_backward = True
+        try:
+            (loss if self.loss_scaler is None else loss.float() * self.loss_scale).backward()
+        finally:  # also if it raises: the other ranks wait for this one's buckets
+            self._scaled_backward = False
+            if self._sync:
+                self._reduce_the_rest()
 
-        def hook(param: nn.Parameter) -> None:
-            engine = me()
-            if engine is not None:
-                engine._check_gradient(param)
-                ready(engine, param)
-
-        for param in self._trainable:
-            handle = param.register_post_accumulate_grad_hook(hook)
-            weakref.finalize(self, handle.remove)
-        _engines.add(self)
+    def _gradient_arrived(self, param: nn.Parameter) -> None:
+        self._check_gradient(param)
+        if self.loss_scaler is not None and not self._scaled_backward:
+            self._unscaled = True
+        self._bucket_of[param].take(param)
+        if not self._sync:
+            if self._gradients is Gradients.SYNCED:
+                self._gradients = Gradients.REDUCED  # and the bucket is late
+            return
+        if self._gradients is not Gradients.ARRIVING:  # loss.backward() was called directly
+            self._gradients = Gradients.ARRIVING
+            # When the backward that runs has ended. One that reentrant checkpointing starts inside another is its own.
+            me = weakref.ref(self)
+            end = torch.autograd.Variable._execution_engine.queue_callback
+            end(lambda: me() is not None and me()._reduce_the_rest())
+        self._gradient_ready(param)
 
     def _check_gradient(self, param: nn.Parameter) -> None:
         if param.grad is None:
@@ -121,16 +239,6 @@ class Engine(nn.Module):
             )
         param.grad = grad
 
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"backward() needs the loss, a tensor with a graph; got a {type(loss).__name__}")
-
-    def _after_backward(self, finish: Callable[[Engine], None]) -> None:
-        """Call `finish(self)` when the backward that is running has ended. The backward that reentrant checkpointing starts
-        inside another is one of its own."""
-        me = weakref.ref(self)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: me() is not None and finish(me()))
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate on this rank; the next one outside reduces what has come together."""
@@ -140,51 +248,162 @@ class Engine(nn.Module):
         finally:
             self._sync = before
 
-    # --- the norm -----------------------------------------------------------------------------------
+    # --- step ---------------------------------------------------------------------------------------
+
+    def sync_gradients(self) -> None:
+        """After it, each tensor in optimizer.param_groups has in .grad the mean over the ranks, or None if no rank had a
+        gradient for its parameter. What is edited there counts."""
+        self._synchronize()
+        self._squares = None  # they may be edited from here on
+
+    def _synchronize(self) -> None:
+        if self._gradients is Gradients.SYNCED and all(bucket.as_handed_out for bucket in self.buckets):
+            return
+        if self._gradients is not Gradients.REDUCED:
+            self._reduce_the_rest()
+        used, late = self._agree()
+        if late:
+            for bucket in late:
+                self._launch(bucket)
+                self._land()
+            used, _ = self._agree()
+        for bucket in self.buckets:
+            bucket.hand_out(used, self.loss_scale)
+        self._gradients = Gradients.SYNCED
+
+    def _agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
+        """What some rank had a gradient for, and which buckets have changed on some rank since they were reduced; and, since
+        only one message a step is wanted, each rank's part of the norm."""
+        self._check_edits()
+        flags = [flag for bucket in self.buckets for flag in bucket.gradients()]
+        flags += [bucket.late for bucket in self.buckets]
+        for bucket in self.buckets:
+            if not bucket.late:
+                bucket.prepare(self.loss_scale)
+        somewhere, self._squares = comm.agree(flags, self._own_squares(), self.group, self.device)
+        answers = iter(somewhere)
+        params = [param for bucket in self.buckets for param in bucket.params]
+        return {p for p in params if next(answers)}, [b for b in self.buckets if next(answers)]
+
+    def _check_edits(self) -> None:
+        for bucket in self.buckets:
+            for param in bucket.params:
+                if bucket.spoilt(param):
+                    raise RuntimeError(
+                        f"the gradient of parameter {self._name(param)!r} was changed after backward (rank {self.rank}), and what "
+                        f"counts in {type(self).__name__} are the shards that the optimizer sees. To clip, give {type(self).__name__} "
+                        "a clip_norm; else change .grad of the tensors in optimizer.param_groups, after sync_gradients()"
+                    )
+
+    def step(self, closure: None = None) -> bool:
+        """Update the weights with the averaged gradients and clear them. True if it did, False if the step was skipped."""
+        self._check_step(closure)
+        if self._gradients is not Gradients.SYNCED:  # what was edited since then counts as it is
+            self._synchronize()
+        self._check_edits()
+        for shard in self.weights:
+            for param, piece in shard.pieces.items():
+                if param.grad is None:  # cleared since then
+                    piece.grad = None
+                elif piece.grad is not None and self._bucket_of[param].zeroed(param):
+                    piece.grad.zero_()
+        sound = self._gradients_are_sound()
+        if sound:
+            for shard in self.weights:
+                shard.adopt()
+            self._updating = True
+            try:
+                self._update()
+            finally:
+                self._updating = False
+        else:
+            self.skipped += 1
+        self.zero_grad()
+        for bucket in self.buckets:
+            bucket.clear()
+        self._gradients, self._squares = Gradients.LOCAL, None
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(overflow=not sound)
+        return sound
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those that the optimizer sees."""
+        super().zero_grad(set_to_none)
+        for shard in self.weights:
+            for piece in shard.pieces.values():
+                if piece.grad is not None:
+                    piece.grad = None if set_to_none else piece.grad.zero_()
+        self._unscaled = False
 
     def _gradients_are_sound(self) -> bool:
-        """With `clip_norm`: measure the global norm and clip by it. False if it is not finite: then nothing may move."""
-        if self.clip_norm is None:
+        """With `clip_norm`, and in fp16: measure the global norm. False if it is not finite: then nothing may move."""
+        if not self._wants_norm:
             return True
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.grad_norm = self._norm(grads)
+        squares = self._squares
+        if not self.shards_gradients:
+            squares = [self._own_squares()]
+        elif squares is None:
+            squares = comm.agree([], self._own_squares(), self.group, self.device)[1]
+        self.grad_norm = math.sqrt(sum(squares))
         if not math.isfinite(self.grad_norm):
             return False
-        if self.clip_norm < math.inf:
+        if self.clip_norm is not None and self.clip_norm < math.inf:
             coefficient = min(1.0, self.clip_norm / (self.grad_norm + 1e-6))
-            if coefficient < 1:
+            if coefficient < 1 and (grads := self._grads()):  # a rank may have none
                 torch._foreach_mul_(grads, coefficient)
         return True
 
-    def _norm(self, grads: list[Tensor]) -> float:
-        """Squares summed in float64, rounded once: the fp32 norm of a vector depends on how it is cut."""
-        real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-        squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in real]
-        return torch.stack(squares).sum().sqrt().item() if squares else 0.0
+    @property
+    def _wants_norm(self) -> bool:
+        return self.clip_norm is not None or self.loss_scaler is not None
 
-    def _optimizer_or_error(self, closure: Any) -> torch.optim.Optimizer:
+    def _grads(self) -> list[Tensor]:
+        """What the optimizer sees."""
+        groups = self.optimizer.param_groups if self.optimizer else [{"params": self._bucket_of}]
+        return [tensor.grad for group in groups for tensor in group["params"] if tensor.grad is not None]
+
+    def _own_squares(self) -> float:
+        """Squares summed in float64: the fp32 norm of a vector depends on how it is cut."""
+        if not self._wants_norm:
+            return 0.0
+        real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in self._grads()]
+        squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in real]
+        return torch.stack(squares).sum().item() if squares else 0.0
+
+    def _check_step(self, closure: Any) -> None:
         if closure is not None:
             raise TypeError(
                 "step() takes no closure: an optimizer that evaluates the loss several times (LBFGS) would do so differently "
                 "on each rank. Call backward() yourself, then step()"
             )
+        self._check_optimizer()
+        if self._unscaled and any(param.grad is not None for param in self._bucket_of):
+            raise RuntimeError(
+                'precision="fp16" scales the loss, and loss.backward() was called directly: call engine.backward(loss). '
+                "Clear these gradients with engine.zero_grad() first"
+            )
+
+    def _check_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise RuntimeError(
                 f"{type(self).__name__} was built without an optimizer: give it one, {type(self).__name__}(model, optimizer), "
                 "or call sync_gradients() and then your own optimizer's step()"
             )
-        _check_groups([param for param, _ in self._known.values()], self.optimizer)
+        checks.check_groups(self._updated, self.optimizer)
         return self.optimizer
 
     # --- state --------------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
-        return 1.0
+        """The factor that engine.backward() puts on the loss: 1.0 unless precision="fp16"."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's state dict, under its own names: as if it had never been wrapped."""
-        return self.module.state_dict(*args, **kwargs)
+        """The module's state dict, under its own names and in full precision: as if it had never been wrapped. A call of all
+        ranks."""
+        with self._in_full_precision():
+            return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the module's state dict. Call it on every rank; rank 0's values win.
@@ -193,59 +412,82 @@ class Engine(nn.Module):
         """
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the wrapped parameters: leave assign=False")
-        result = self.module.load_state_dict(state_dict, strict=strict)
-        self._follow_rank_0()
+        with self._in_full_precision(changed=True):
+            result = self.module.load_state_dict(state_dict, strict=strict)
+            self._follow_rank_0()
         return result
 
-    def _follow_rank_0(self) -> None:
-        """Weights and buffers become rank 0's, in portions of at most 25 MiB."""
-        portion: list[Tensor] = []
-        size = 0
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            if size + tensor.nbytes > 25 * 2**20 and portion:
-                comm.broadcast(portion, self.group, "start")
-                portion, size = [], 0
-            portion.append(tensor)
-            size += tensor.nbytes
-        comm.broadcast(portion, self.group, "start")
+    @contextlib.contextmanager
+    def _in_full_precision(self, changed: bool = False) -> Iterator[None]:
+        """The parameters are what their masters are, whole and in fp32. `changed`: afterwards the masters are what they are."""
+        lowered = {param: param.data for param in self._frozen}
+        for param, dtype in self._frozen.items():
+            param.data = param.data.to(dtype)
+        masters = [shard for shard in self.weights if shard.has_master]
+        for shard in masters:
+            shard.adopt()
+            full_P = kinds.tag(torch.empty_like(shard.full_P, dtype=torch.float32), "params")
+            if shard.layout.world_size == 1:
+                full_P.copy_(shard.shard_S)
+            else:
+                comm.all_gather(full_P, shard.shard_S, self.group, "state").wait()
+            for param, view in zip(shard.params, flat.views(full_P, shard.layout), strict=True):
+                param.data = view
+        try:
+            yield
+            if changed:
+                for shard in masters:
+                    shard.fill([param.data for param in shard.params])
+                for param, data in lowered.items():
+                    data.copy_(param.data)
+        finally:
+            for shard in masters:
+                for param, view in zip(shard.params, flat.views(shard.full_P, shard.layout), strict=True):
+                    param.data = view
+            for param, data in lowered.items():
+                param.data = data
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """{"state": {name: {…}}, "param_groups": [{…, "params": [names]}]}: the optimizer's state dict, with the
-        parameters' names where PyTorch counts them; the form of torch.distributed.checkpoint.state_dict."""
-        optimizer = self._optimizer_or_error(None)
-        plain = optimizer.state_dict()
-        names = dict(enumerate(self._optimizer_names()))
-        return {
-            "state": {names[index]: dict(state) for index, state in plain["state"].items()},
-            "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in plain["param_groups"]],
-        }
+        """{"state": {name: {…}}, "param_groups": [{…, "params": [names]}]}: the optimizer's state dict, with whole tensors
+        and the parameters' names where PyTorch counts them; the form of torch.distributed.checkpoint.state_dict. A call of
+        all ranks."""
+        optimizer = self._check_optimizer()
+        groups = [{**{k: v for k, v in group.items() if k != "params"}, "params": [self._name(p) for p in params]}
+                  for group, params in zip(optimizer.state_dict()["param_groups"], self._groups, strict=True)]  # fmt: skip
+        state = optim.gather_state(optimizer, self.weights, self.group) if self.weights else dict(optimizer.state)
+        in_order = [param for params in self._groups for param in params if param in state]
+        return {"state": {self._name(param): dict(state[param]) for param in in_order}, "param_groups": groups}
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what optimizer_state_dict() gave, on every rank. ValueError if the parameters or their groups differ."""
-        optimizer = self._optimizer_or_error(None)
-        index = {name: i for i, name in enumerate(self._optimizer_names())}
-        if any(not isinstance(name, str) for group in state_dict["param_groups"] for name in group["params"]):
+        optimizer = self._check_optimizer()
+        saved, here = state_dict["param_groups"], [[self._name(p) for p in params] for params in self._groups]
+        if any(not isinstance(name, str) for group in saved for name in group["params"]):
             raise ValueError(
                 "the optimizer state counts its parameters, as optimizer.state_dict() does; this takes their names, as "
                 "engine.optimizer_state_dict() and torch.distributed.checkpoint.state_dict give them"
             )
-        saved = [set(group["params"]) for group in state_dict["param_groups"]]
-        here = [{self._name(p) for p in group["params"]} for group in optimizer.param_groups]
-        if saved != here:
-            differing = sorted(set().union(*saved) ^ set().union(*here)) or "the division into groups"
+        if [set(group["params"]) for group in saved] != [set(names) for names in here]:
+            theirs, ours = ({name for names in groups for name in names} for groups in ([g["params"] for g in saved], here))
+            differing = sorted(theirs ^ ours) or "the division into groups"
             raise ValueError(f"the optimizer state is for other parameters than this optimizer's: {differing}")
-        optimizer.load_state_dict(
-            {
-                "state": {index[name]: copy.deepcopy(state) for name, state in state_dict["state"].items()},
-                "param_groups": [
-                    {**group, "params": [index[self._name(p)] for p in own["params"]]}
-                    for group, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-                ],
-            }
-        )
+        shard_of = {param: shard for shard in self.weights for param in shard.pieces}
+        index = {tensor: i for i, tensor in enumerate(t for group in optimizer.param_groups for t in group["params"])}
+        state = {}
+        for name, values in state_dict["state"].items():
+            param = self._known[name][0]
+            if not self.weights:
+                state[index[param]] = copy.deepcopy(values)
+            elif param in shard_of:
+                state[index[shard_of[param].pieces[param]]] = optim.cut_state(shard_of[param], param, values)
+        groups = [{**group, "params": [index[tensor] for tensor in own["params"]]}
+                  for group, own in zip(saved, optimizer.param_groups, strict=True)]  # fmt: skip
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _optimizer_names(self) -> list[str]:
-        return [self._name(param) for group in self.optimizer.param_groups for param in group["params"]]
+    @property
+    def _groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of each of the optimizer's groups."""
+        return self._repointed if self.weights else [list(group["params"]) for group in self.optimizer.param_groups]
 
     def _name(self, param: Tensor) -> str:
         return next(name for name, (known, _) in self._known.items() if known is param)
@@ -263,86 +505,12 @@ class Engine(nn.Module):
         )
 
 
+def _scaler(precision: str | None, loss_scaler: LossScaler | None) -> LossScaler | None:
+    if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
+        raise TypeError(f"loss_scaler must be a minizero.LossScaler; got {loss_scaler!r:.80}")
+    return (loss_scaler or LossScaler()) if precision == "fp16" else None  # the range of bf16 needs none
+
+
 def _inside_backward() -> bool:
     """Whether autograd is running: then a forward is checkpointing's second one, and no new batch begins."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _form(param: Tensor) -> tuple:
-    return param.requires_grad, param.shape, param.dtype, param.device
-
-
-def _tell(form: tuple) -> str:
-    return f"{str(form[2]).removeprefix('torch.')} {list(form[1])} on {form[3]}"
-
-
-def _check_arguments(module: Any, optimizer: Any, clip_norm: Any) -> None:
-    if isinstance(module, Engine):
-        raise TypeError(f"the model is already wrapped by {type(module).__name__}: wrap its .module once")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module; got {type(module).__name__}")
-    for name, part in module.named_modules():
-        if isinstance(part, Engine):
-            raise TypeError(f"{name!r} inside the model is already wrapped by {type(part).__name__}: wrap the whole model, once")
-    for engine in _engines:
-        hooked = set(engine._trainable)
-        for name, param in module.named_parameters():
-            if param in hooked:
-                raise ValueError(
-                    f"parameter {name!r} is already wrapped by a {type(engine).__name__} that is still alive: both would reduce "
-                    "its gradient. Delete that engine first, or build a new model"
-                )
-    for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before wrapping")
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise ValueError(f"{name!r} is sparse or quantised, and cannot be sent to the other ranks: make it a dense tensor")
-    if clip_norm is not None and (isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0):
-        raise ValueError(f"clip_norm must be a positive number (math.inf measures without clipping); got {clip_norm!r}")
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"the optimizer must be a torch.optim.Optimizer built over model.parameters(); got {optimizer!r:.80}"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__} needs a closure that evaluates the loss several times, which ranks would do differently: "
-            "take an optimizer that makes its step from the gradients alone"
-        )
-    _check_groups(module.parameters(), optimizer)
-
-
-def _check_groups(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    own = set(params)
-    for number, param_group in enumerate(optimizer.param_groups):
-        strange = [param for param in param_group["params"] if param not in own]
-        if strange:
-            raise ValueError(
-                f"the optimizer's group {number} holds {len(strange)} tensor(s) that are no parameters of this model, "
-                f"first of shape {list(strange[0].shape)}: they would train on this rank alone. Build the optimizer over "
-                "model.parameters(), after the last change"
-            )
-
-
-def _check_same_model(module: nn.Module, group: comm.Group) -> None:
-    """ValueError, on every rank, if the ranks hold different models."""
-    forms = {f"parameter {name!r}": _description(tensor) for name, tensor in module.named_parameters()}
-    forms |= {f"buffer {name!r}": _description(tensor) for name, tensor in module.named_buffers()}
-    all_forms = comm.gather_objects(forms, group)
-    for rank, theirs in enumerate(all_forms):
-        names = [*all_forms[0], *(name for name in theirs if name not in all_forms[0])]
-        for name in names:
-            first, other = all_forms[0].get(name, "missing"), theirs.get(name, "missing")
-            if first != other:
-                raise ValueError(f"the ranks hold different models: {name} is {first} on rank 0, {other} on rank {rank}")
-        if list(theirs) != list(all_forms[0]):
-            raise ValueError(f"the ranks hold different models: rank {rank} registers its parameters in another order")
-
-
-def _description(tensor: Tensor) -> str:
-    strided = "" if tensor.is_contiguous() else f" strided {list(flat.strides(tensor))}"
-    frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " (frozen)"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{strided}{frozen}"

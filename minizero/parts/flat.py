@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from minizero.parts import kinds
 
 ALIGN = 32  # elements: 64 bytes in 16 bits, so that offsets agree between a 16-bit buffer and its fp32 masters
 
@@ -61,6 +64,114 @@ def shard(flat_P: Tensor, rank: int, world_size: int) -> Tensor:
     """Rank's slice of the flat buffer, S elements; a view."""
     S = flat_P.numel() // world_size
     return flat_P[rank * S : (rank + 1) * S]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of one tensor lies in a rank's shard."""
+
+    tensor: int  # which one
+    of_shard: slice
+    of_tensor: slice  # of its elements, flattened
+
+
+def cuts(layout: Layout, rank: int) -> list[Cut]:
+    """Where the rank's shard meets the tensors. Over all ranks every element of every tensor is in exactly one of them."""
+    first, last = rank * layout.S, (rank + 1) * layout.S
+    found = []
+    for i, (at, shape) in enumerate(zip(layout.offsets, layout.shapes, strict=True)):
+        start, stop = max(at, first), min(at + shape.numel(), last)
+        if start < stop:
+            found.append(Cut(i, slice(start - first, stop - first), slice(start - at, stop - at)))
+    return found
+
+
+class FlatShard:
+    """The weights of some parameters in one flat buffer, and the shard of it that this rank updates.
+
+    full_P     the weights, as they compute; each parameter's .data becomes its view
+    shard_S    what the optimizer updates: this rank's slice of full_P itself; or, with `master`, an fp32 copy of the
+               slice, of which full_P holds the rounding
+    pieces     for each parameter that meets the shard, its part of shard_S: what the optimizer holds in its place
+
+    weights: the values to begin with, where they are more precise than the parameters'
+    On a single rank the shard is everything, and a piece has its parameter's shape; elsewhere pieces are flat.
+    """
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int,
+                 weights: Sequence[Tensor] | None = None, master: bool = False):  # fmt: skip
+        self.name, self.params = name, list(params)
+        self.layout = layout(self.params, world_size)
+        self._cuts = {self.params[cut.tensor]: cut for cut in cuts(self.layout, rank)}
+        like = self.params[0]
+        self.full_P = kinds.tag(torch.zeros(self.layout.P, dtype=like.dtype, device=like.device), "params")
+        self.slice_S = self.shard_S = shard(self.full_P, rank, world_size)
+        if master:
+            self.shard_S = kinds.tag(torch.zeros(self.layout.S, dtype=torch.float32, device=like.device), "optimizer")
+        self.fill([param.data for param in params] if weights is None else weights)
+        for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
+            param.data = view
+        self.pieces = {param: piece.requires_grad_() for param, piece in self.cut(self.shard_S).items()}
+
+    @property
+    def has_master(self) -> bool:
+        return self.shard_S is not self.slice_S
+
+    def cut(self, buffer_S: Tensor) -> dict[nn.Parameter, Tensor]:
+        """A shard's buffer (weights, gradients, a moment), cut into views as the pieces are."""
+        if self.layout.world_size == 1:
+            return {p: v for p, v in zip(self.params, views(buffer_S, self.layout), strict=True) if p.numel()}
+        return {param: buffer_S[cut.of_shard] for param, cut in self._cuts.items()}
+
+    def own(self, param: nn.Parameter, full: Tensor) -> Tensor:
+        """Of a tensor of a parameter's shape, what belongs to this rank's piece of the parameter."""
+        if self.layout.world_size == 1:
+            return full
+        cut = self._cuts[param]
+        return self._flat(cut, full)[cut.of_tensor]
+
+    def _flat(self, cut: Cut, full: Tensor) -> Tensor:
+        """A tensor's elements in the order in which they lie in the buffer; a view where the tensor lies like that itself."""
+        if full.stride() == self.layout.strides[cut.tensor]:
+            return full.as_strided((full.numel(),), (1,))
+        lies_so = torch.empty_strided(full.shape, self.layout.strides[cut.tensor], dtype=full.dtype, device=full.device)
+        return lies_so.copy_(full).as_strided((full.numel(),), (1,))
+
+    @torch.no_grad()
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        """Take these weights, one for each parameter."""
+        for view, weight in zip(views(self.full_P, self.layout), weights, strict=True):
+            view.copy_(weight)
+        if self.has_master:
+            for cut in self._cuts.values():
+                self.shard_S[cut.of_shard] = self._flat(cut, weights[cut.tensor])[cut.of_tensor]
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take over what was written to the parameters past the optimizer: loaded weights, or another tensor as .data.
+
+        RuntimeError for one of another shape, dtype or device.
+        """
+        for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
+            if param.data_ptr() == view.data_ptr():
+                continue
+            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                raise RuntimeError(
+                    f"a parameter was {view.dtype} {list(view.shape)} on {view.device} when the optimizer took it over and is "
+                    f"{param.dtype} {list(param.shape)} on {param.device} now: make the change first"
+                )
+            param.data = view.copy_(param.data)
+        if self.has_master:
+            written = self.shard_S.to(self.slice_S.dtype) != self.slice_S
+            self.shard_S[written] = self.slice_S[written].float()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After an update: this rank's slice of the weights is the rounding of its master. And autograd hears that the
+        weights have changed: a graph from before must not be used any more."""
+        if self.has_master:
+            self.slice_S.copy_(self.shard_S)
+        increment_version(self.params)
 
 
 def _round_up(n: int, multiple: int) -> int:

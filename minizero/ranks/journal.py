@@ -15,8 +15,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from minizero.parts.calls import Call
 
 
@@ -27,18 +25,19 @@ class Journal:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._number: dict[int, int] = {}  # id of an unfinished call -> its number
         self._next = 0
+        self._threads = set(threading.enumerate())  # that were there before
 
     def issued(self, call: Call) -> None:
         self._note_threads()
         number, self._next = self._next, self._next + 1
         self._number[id(call)] = number
         fields = (call.op, call.numel, call.dtype, call.shape, call.group, call.ranks, call.detail, call.peer,
-                  call.uneven, call.unit, call.sync, call.where)  # fmt: skip
+                  call.uneven, call.unit, call.sync and call.patient, call.where)  # fmt: skip
         self._write("issued", number, *fields)
 
     def waiting(self, call: Call) -> None:
         self._note_threads()
-        if id(call) in self._number:
+        if id(call) in self._number and call.patient:
             self._write("waiting", self._number[id(call)])
 
     def done(self, call: Call) -> None:
@@ -54,14 +53,21 @@ class Journal:
             self._write("failed", self._number.pop(id(call)))
 
     def _note_threads(self) -> None:
-        if threading.current_thread() is not threading.main_thread() and torch._C._current_graph_task_id() == -1:
-            self._write("threads", -1)  # not even one of autograd's: the rank may go on while this thread waits
+        if started_threads(self._threads):
+            self._write("threads", -1)  # the rank may go on while this one waits
 
     def _write(self, *row: object) -> None:
         os.write(self._file, json.dumps(row).encode() + b"\n")
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def started_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads that may call a collective: not autograd's, nor those that libraries start for purposes of their own."""
+    new = set(threading.enumerate()) - before
+    return [thread for thread in new if type(thread).__name__ not in ("_DummyThread", "TMonitor")
+            and not thread.name.startswith("QueueFeederThread")]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -122,8 +128,9 @@ class Story:
         self.collectives: dict[str, list[Entry]] = defaultdict(list)  # by group
         self.messages: dict[tuple, list[Entry]] = defaultdict(list)  # by (op, group, peer, detail)
         self.blocked_in: Entry | None = None
-        self.threaded = False  # calls come from several threads: that one of them waits proves nothing
+        self.threaded = False  # other threads are at work: that one of them waits proves nothing
         self.unfinished: dict[int, Entry] = {}
+        self.failures = 0  # calls that raised: who knows what they left of the connections
         self._path = path
         self._read = 0
 
@@ -148,6 +155,7 @@ class Story:
             self._add(*json.loads(row))
 
     def _add(self, event: str, number: int, *fields: object) -> None:
+        self.failures += event in ("gave_up", "failed")
         if event == "issued":
             entry = Entry(*fields)
             entry.shape, entry.ranks, entry.where = tuple(entry.shape), tuple(entry.ranks), tuple(entry.where)

@@ -226,7 +226,7 @@ class Run:
             end = time.monotonic() + GRACE
             while not all(member.over for member in late) and time.monotonic() < end:
                 self._receive(end - time.monotonic())
-        return self.all_answered()
+        return self.all_answered() and not any(member.answer.threads for member in self.members)
 
     def results(self) -> list:
         results = []
@@ -245,7 +245,7 @@ class Run:
         """Nothing of this run can be met by the next: no unfinished call, no group besides the default one."""
         sent = sum(story.total("send") for story in self.stories)
         received = sum(story.total("recv") for story in self.stories)
-        unfinished = any(story.unfinished for story in self.stories)
+        unfinished = any(story.unfinished or story.failures for story in self.stories)
         return not unfinished and sent == received and all(member.answer.group_intact for member in self.members)
 
     def tell_where(self) -> None:

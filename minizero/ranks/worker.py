@@ -6,16 +6,19 @@ import contextlib
 import faulthandler
 import gc
 import io
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ import torch
 
 from minizero.parts import calls, comm
 from minizero.ranks import shipping
-from minizero.ranks.journal import Journal
+from minizero.ranks.journal import Journal, started_threads
 
 SEED = 0
 INLINE = 1 << 15  # bytes that fit into a pipe without a reader at the other end; what is larger travels as a file
@@ -55,6 +58,7 @@ class Answer:
     connection_lost: bool = False  # the exception only says that another rank went away
     time: float = field(default_factory=time.monotonic)  # the same clock in all processes
     group_intact: bool = False  # the process group is the one that the rank has joined, and the only one
+    threads: bool = False  # threads that it has started go on
     imported: dict[str, int] = field(default_factory=dict)  # the reader's own files -> ns of their last change
 
 
@@ -62,6 +66,7 @@ def main(
     rank: int, world_size: int, backend: str, device: str, pipe: Any, control: Any, folder: str, parent: int
 ) -> None:
     """The life of a rank, until the parent ends it or ends itself."""
+    multiprocessing.set_start_method(None, force=True)  # what the function starts is started as anywhere, not as we were
     os.setpgid(0, 0)  # an interrupt in the notebook is the parent's to deal with; and we end with all that we start
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # outside a run nobody needs to know where we are
     try:
@@ -91,7 +96,7 @@ def _serve(rank: int, world_size: int, backend: str, device: torch.device, pipe:
 
 def _run(rank: int, world_size: int, backend: str, device: torch.device, order: Order, known: set[str]) -> Answer:
     global _at_work
-    with _connections:
+    with _between_runs:
         _at_work = order.folder
     started, pid = time.time_ns(), os.getpid()
     _send_output_to(order.folder, rank)
@@ -99,12 +104,14 @@ def _run(rank: int, world_size: int, backend: str, device: torch.device, order: 
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # the parent may ask where we are …
     faulthandler.enable(stack)  # … or want to know where we crashed
     journal = Journal(order.folder / f"journal-{rank}")
+    threads = set(threading.enumerate())
     try:
         _reset(order)
         if order.rendezvous is not None:
             comm.leave()
-            comm.join(backend, rank, world_size, comm.file_store(str(order.rendezvous), world_size), device)
-        calls.listeners[:] = [journal]
+            with _connections.being_made():
+                comm.join(backend, rank, world_size, comm.file_store(str(order.rendezvous), world_size), device)
+        calls.listeners[:] = [journal, _connections]
         with warnings.catch_warnings():
             fn, args = shipping.unpack(order.payload or (order.folder / "payload").read_bytes())
             result = fn(rank, *args)
@@ -126,6 +133,7 @@ def _run(rank: int, world_size: int, backend: str, device: torch.device, order: 
         faulthandler.disable()
         stack.close()
     answer.group_intact = comm.intact()
+    answer.threads = bool(started_threads(threads))
     answer.imported = _imported(known, started)
     return answer
 
@@ -213,7 +221,7 @@ def _send_output_to(folder: Path, rank: int) -> None:
 
 
 _at_work: Path | None = None  # the folder of the run that this rank is in
-_connections = threading.Lock()
+_between_runs = threading.Lock()
 
 
 def _obey(parent: int, control: Any, folder: str) -> None:
@@ -224,18 +232,53 @@ def _obey(parent: int, control: Any, folder: str) -> None:
                 run = control.recv()
             except EOFError:
                 break
-            with _connections:
+            with _between_runs:
                 if run == _at_work:  # not, if it was about to answer and has begun another one
-                    _hang_up()
+                    _connections.hang_up()
     _end(folder)
 
 
-def _hang_up() -> None:
-    """Break the connections to the other ranks. A call that waits for one of them fails, and nobody has to be killed."""
-    for descriptor in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connected:
-            if connected.family in (socket.AF_INET, socket.AF_INET6) and connected.getpeername():
-                connected.shutdown(socket.SHUT_RDWR)
+class _Connections:
+    """Which sockets lead to the other ranks: those that appear while a process group is made."""
+
+    def __init__(self) -> None:
+        self.inodes: set[int] = set()
+
+    @contextlib.contextmanager
+    def being_made(self) -> Iterator[None]:
+        before = set(_sockets())
+        yield
+        self.inodes = set(_sockets()) - before
+
+    def issued(self, call: calls.Call) -> None:  # what calls.listeners are told
+        if call.op == "new_group":
+            self._before = set(_sockets())
+
+    def done(self, call: calls.Call) -> None:
+        if call.op == "new_group":
+            self.inodes |= set(_sockets()) - self._before
+
+    def hang_up(self) -> None:
+        """Break them. A call that waits for another rank fails, and nobody has to be killed."""
+        for inode, descriptor in _sockets().items():
+            if inode in self.inodes:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.getpeername()  # or it only listens
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+_connections = _Connections()
+
+
+def _sockets() -> dict[int, int]:
+    """The open sockets of this process: inode -> descriptor."""
+    found = {}
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):
+            about = os.fstat(descriptor)
+            if stat.S_ISSOCK(about.st_mode):
+                found[about.st_ino] = descriptor
+    return found
 
 
 def _end(folder: str) -> None:

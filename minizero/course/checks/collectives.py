@@ -17,6 +17,7 @@ from random import SystemRandom
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minizero.course import Finding, Question, bug, exercise, number
 from minizero.course.expect import Expect, Outcome
@@ -41,7 +42,8 @@ def ring_step(answer, expect):
     """chunk numbers of all ranks and steps on 2 to 5 ranks: neighbours agree, and chunk r ends on rank r"""
     cases = [(n, r, s) for n in (2, 3, 4, 5) for r in range(n) for s in range(n - 1)]
     answers = dict(zip(cases, expect.call(_ring_steps, answer, cases), strict=True))
-    cause = next((text for text, wrong in _RING_MISTAKES.items() if answers == {c: wrong(*c) for c in cases}), "")
+    usual = _RING_MISTAKES | {f"{n} ranks are taken for granted: it has to be modulo world_size": _always(n) for n in (2, 3, 4, 5)}
+    cause = next((text for text, wrong in usual.items() if answers == {c: wrong(*c) for c in cases}), "")
 
     def finding(n, r, s, rule, expected="", got="", so=""):
         expect.case(world_size=n, rank=r, step=s)
@@ -80,6 +82,10 @@ def _ring_steps(answer, cases):
     return [_as_pair(answer(r, s, n)) for n, r, s in cases]
 
 
+def _always(world_size: int) -> Callable[[int, int, int], tuple[int, int]]:
+    return lambda n, r, s: ((r + s + 1) % world_size, (r + s + 2) % world_size)
+
+
 def _as_pair(pair):
     return tuple(pair) if isinstance(pair, list) else pair
 
@@ -113,15 +119,21 @@ class _Message:
     peer: int | None
     issued: int
     done: int | None = None
+    touched: str = ""  # what the rank did to the tensor meanwhile
 
 
-class _Wire:
-    """Listens to a rank's messages. The last rank hesitates before each send, so that reading too early shows."""
+class _Wire(TorchDispatchMode):
+    """Listens to a rank's messages, and to what it does with their tensors while they are under way.
+
+    The last rank hesitates before each send, so that reading too early shows.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
         self.messages: list[_Message] = []
         self._rank, self._world_size = rank, world_size
         self._events, self._of_call = 0, {}
+        self._tensors: list[tuple[_Message, Tensor]] = []
 
     def issued(self, call: calls.Call) -> None:
         if call.peer is not None and call.peer not in range(self._world_size):
@@ -139,6 +151,40 @@ class _Wire:
     def done(self, call: calls.Call) -> None:
         self._events += 1
         self._of_call[id(call)][0].done = self._events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            if func._opname in ("send", "recv_", "recv_any_source_"):
+                self._tensors += [(self.messages[-1], tensor) for tensor in args[0]]
+        elif not func._opname.startswith(_SHAPE_ONLY):
+            self._look(func._schema, args, kwargs or {})
+        return func(*args, **kwargs or {})
+
+    def _look(self, schema, args, kwargs) -> None:
+        """A view reads nothing and writes nothing. What is being sent may be read, but not written."""
+        under_way = [(message, tensor) for message, tensor in self._tensors if message.done is None and not message.touched]
+        if not under_way:
+            return
+        for argument, value in zip(schema.arguments, (*args, *[None] * len(schema.arguments)), strict=False):
+            value = kwargs.get(argument.name, value)
+            alias = argument.alias_info
+            writes = alias is not None and alias.is_write
+            if alias is not None and not writes:
+                continue
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                for message, travelling in under_way if isinstance(tensor, Tensor) else ():
+                    if (writes or message.op == "recv") and _overlap(tensor, travelling):
+                        message.touched = "writes" if writes else "reads"
+
+
+_SHAPE_ONLY = ("empty", "new_", "zeros_like", "ones_like", "full_like")  # these ask a tensor for its shape and dtype
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    def last(x: Tensor) -> int:
+        return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) * x.element_size()
+
+    return bool(a.numel() and b.numel()) and a.data_ptr() <= b.data_ptr() + last(b) and b.data_ptr() <= a.data_ptr() + last(a)
 
 
 class _Kept(calls.WatchedWork):
@@ -161,7 +207,8 @@ def _listening() -> Iterator[list[_Message]]:
     watched, calls.WatchedWork = calls.WatchedWork, _Kept
     _alive.clear()
     try:
-        yield wire.messages
+        with wire:
+            yield wire.messages
     finally:
         calls.WatchedWork = watched
         calls.listeners.remove(wire)
@@ -277,6 +324,23 @@ def _check_messages(expect: Expect, outcome: Outcome) -> None:
         so=so,
         cause=f"keep the work that {' and '.join(ops)} return{'s' * (len(ops) == 1)}, and call its wait()",
     )
+    for k, message in enumerate(messages):
+        _check_untouched(expect, rank, message, sum(each.op == message.op for each in messages[:k]))
+
+
+def _check_untouched(expect: Expect, rank: int, message: _Message, k: int) -> None:
+    """`k`: which of its kind the message is."""
+    arriving = message.op == "recv"
+    expect.that(
+        not message.touched,
+        rule="from its start until its wait returns, a tensor belongs to the network",
+        expected="what arrives is read after the wait" if arriving else "what is sent is written after the wait",
+        got=f"rank {rank} {message.touched} what {f'receive {k} brings' if arriving else f'send {k} takes along'}, before its wait",
+        so="it is half old, half new, or not there yet" if arriving else "the other rank gets old values or new ones, by chance",
+        cause="a buffer is used before its wait(): wait first, then add or copy"
+        if arriving
+        else "a tensor is overwritten while it is being sent, before its wait(): wait for the send first, or write elsewhere",
+    )
 
 
 def _check_order(expect: Expect, outcome: Outcome) -> None:
@@ -369,7 +433,7 @@ def ring_reduce_scatter(answer, expect):
         n, numel = len(inputs), inputs[0].numel()
         _judge(expect, outcomes, [numel // n] * (n - 1), numel, partial(_check_chunk, expect, inputs=inputs))
 
-    _on_2_and_3_ranks(expect, answer, (4, 6), judge, _causes)
+    _on_2_and_3_ranks(expect, answer, (4, 9), judge, _causes)
 
 
 def _check_chunk(expect: Expect, outcome: Outcome, inputs: list[Tensor]) -> None:
@@ -480,6 +544,14 @@ def _check_whole(expect: Expect, outcome: Outcome, shards: list[Tensor]) -> None
             ),
             "the own chunk alone is returned": shards[rank],
         },
+    )
+    expect.equal(
+        outcome.value["memory"],
+        shards[rank],
+        of=f"the shard of rank {rank}",
+        rule="the shard stays as it is: it is the caller's",
+        so="whoever keeps it, as ZeRO-3 keeps weights, has lost it",
+        mistakes={"what arrived was received into it: receive into the result, or into a buffer": outcome.value["memory"]},
     )
 
 

@@ -44,6 +44,7 @@ class _Watch:
         self.calls: list[calls.Call] = []
         self.seen: list[tuple[str, int]] = []
         self._otherwise: set[int] = set()  # calls that are waited for in another way than by work.wait()
+        self.in_hooks = 0  # calls issued while autograd runs
 
     def backward_ended(self) -> None:
         self._in_backward, self._ended = len(self.calls), time.perf_counter()
@@ -85,6 +86,7 @@ class _Watch:
 
     def issued(self, call: calls.Call) -> None:  # what calls.listeners are told
         self.calls.append(call)
+        self.in_hooks += torch._C._current_graph_task_id() != -1
 
 
 def _check_sent(rank: int, this: dict, rule: str, want: list[int], pieces: list[int]) -> None:
@@ -163,6 +165,23 @@ def _or_too_early(expect: Expect, check: Callable[[list[Outcome]], None], world_
         raise
 
 
+@contextmanager
+def _sets_in_another_order(tensors: Sequence[Tensor]):
+    """In a set these stand in the order of the list on rank 0, and in reverse on all others. Their addresses would have it
+    so some day."""
+    in_order = tensors if dist.get_rank() == 0 else tensors[::-1]
+    place = {id(tensor): i for i, tensor in enumerate(in_order)}
+    original = Tensor.__hash__
+    Tensor.__hash__ = lambda tensor: place.get(id(tensor), id(tensor))
+    try:
+        yield
+    finally:
+        Tensor.__hash__ = original
+
+
+_NO_ORDER = "a set has no order, or another one on each rank"
+
+
 # --- 1. everyone starts as rank 0 -------------------------------------------------------------------
 
 
@@ -209,7 +228,7 @@ _FORGOTTEN = {
     ],
 )
 def broadcast(answer, expect):
-    """parameters, frozen ones too, and buffers on 2 and 3 ranks; written in place; at most one broadcast for each"""
+    """parameters, frozen ones too, and buffers on 2 and 3 ranks; written in place; at most one broadcast for each, in one order"""
     kinds = {
         "": "one parameter",
         "frozen": "a frozen parameter",
@@ -227,6 +246,7 @@ def _everyone_starts_as_rank_0(answer, expect: Expect, world_size: int, parts: l
     expect.case(text, world_size=world_size)
     causes = {
         "src=1": "the source is rank 0, and every rank has to say so",
+        "different collectives": f"the ranks broadcast in different orders: go through the model as it is; {_NO_ORDER}",
         "deadlock": "a broadcast is a call of all ranks, in the same order, and not of rank 0 alone: is it inside an `if`?",
         "leaf variable": "autograd watches parameters: write to param.data, or under torch.no_grad()",
     }
@@ -249,8 +269,8 @@ def _everyone_starts_as_rank_0(answer, expect: Expect, world_size: int, parts: l
             expect.equal(
                 value["after"][name], want, of=f"rank {rank}'s {name}",
                 rule="rank 0 keeps its values" if rank == 0 else "every rank starts with rank 0's values",
-                so="rank 0 is the one that the others follow" if rank == 0 else "the ranks train different models, and no gradient will show it",
-                mistakes=_other_starts(name, rank, want, others),
+                so="rank 0 goes on with a value that it did not have" if rank == 0 else "the ranks train different models, and no gradient will show it",
+                mistakes=_other_starts(name, rank, want, others) | _swapped(name, first),
             )  # fmt: skip
         expect.that(
             not value["moved"], "values are overwritten in place: the model keeps its memory",
@@ -271,7 +291,8 @@ def _everyone_starts_as_rank_0(answer, expect: Expect, world_size: int, parts: l
         if "uint8" in value["dtypes"]:
             cause = "an object is pickled and sent: broadcast the tensors themselves"
         expect.that(
-            0 < count <= tensors, "one dist.broadcast for each tensor is enough", f"1 to {tensors}", f"{count} on rank {outcome.rank}",
+            0 < count <= tensors, "one dist.broadcast for each tensor is enough",
+            "one broadcast" if tensors == 1 else f"at most {tensors} broadcasts", f"{count} on rank {outcome.rank}",
             cause=cause if count else "something else has sent the values: build it from dist.broadcast",
         )  # fmt: skip
         expect.that(not value["engine"], "you build it from dist.broadcast", got="mz.DDP at work", cause="it may be read, but not used")
@@ -291,13 +312,20 @@ def _other_starts(name: str, rank: int, want: Tensor, starts: list[Tensor]) -> d
     return {_FORGOTTEN[name]: starts[rank], **mistakes} if rank else mistakes
 
 
+def _swapped(name: str, first: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two tensors of one size may change places without an error."""
+    here = first[name]
+    alike = {other: t for other, t in first.items() if other != name and t.shape == here.shape and t.dtype == here.dtype}
+    return {f"this is rank 0's {other}: go through the model in one order; {_NO_ORDER}": t for other, t in alike.items()}
+
+
 def _started(rank, answer, parts):
     model = _Start(parts, rank)
     tensors = model.tensors()
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     trainable = {name: tensor.requires_grad for name, tensor in tensors.items()}
     memory = {name: tensor.detach() for name, tensor in tensors.items()}
-    with _Watch() as watch:
+    with _Watch() as watch, _sets_in_another_order(list(tensors.values())):
         answer(model)
     now = model.tensors()
     replaced = [name for name in tensors if now.get(name) is not tensors[name]]
@@ -364,11 +392,13 @@ def _check_means(
 
 # --- 2. naive averaging ------------------------------------------------------------------------------
 
-_UNLIKE = "all ranks issue the same all_reduces in the same order"
+_UNLIKE = f"all ranks issue the same all_reduces in the same order: that of model.parameters(); {_NO_ORDER}"
 _UNLIKE_FOR_NONE = (
     "which all_reduces a rank issues, and in which order, depends on its gradients: one without a gradient sends zeros, in the same place"
 )
 _NO_GRADIENT = {"NoneType": "param.grad is None where the parameter is frozen, or was not used on this rank"}
+_ZEROS_IN_FP32 = "torch.zeros makes float32: zeros for a missing gradient have the parameter's dtype, as torch.zeros_like(param) makes them"
+_OTHER_DTYPE = {"not the same dtype": _ZEROS_IN_FP32, "a gradient with dtype": _ZEROS_IN_FP32}
 
 
 @exercise(
@@ -385,9 +415,12 @@ def average(answer, expect):
     """the mean on 2 and 3 ranks, in bfloat16 too, frozen and unused parameters; one all_reduce each; 3 SGD steps against one process"""
     for world_size in (2, 3):
         _averaged(answer, expect, "one parameter", world_size, [(2,)])
+    _averaged(answer, expect, "two parameters", 2, [(2,), (3,)])
     _averaged(answer, expect, "parameter 0 is frozen", 2, [(1,), (2,)], frozen=(0,))
     _averaged(answer, expect, "rank 1 has no gradient for parameter 1", 2, [(2,), (3,), ()], missing={1: (1,)})
     _averaged(answer, expect, "16-bit gradients", 2, [(3,)], dtype=torch.bfloat16)
+    text = "16-bit gradients, rank 1 has none for parameter 1"
+    _averaged(answer, expect, text, 2, [(2,), (3,)], missing={1: (1,)}, dtype=torch.bfloat16)
     for world_size in (2, 3):
         _check_three_steps(expect, world_size, lambda model: partial(answer, model), _NO_GRADIENT | {"deadlock": _UNLIKE})
 
@@ -397,7 +430,8 @@ def _averaged(
 ) -> None:
     expect.case(text, world_size=world_size)
     unlike = _UNLIKE_FOR_NONE if missing else _UNLIKE
-    causes = {"different collectives": unlike, "deadlock": unlike, "died": unlike, "what one rank issues": unlike} | _NO_GRADIENT
+    other_dtype = _OTHER_DTYPE if missing else {}
+    causes = other_dtype | {"different collectives": unlike, "deadlock": unlike, "died": unlike} | _NO_GRADIENT
     args = (answer, shapes, frozen, missing or {}, dtype)
     outcomes = expect.run(_with_gradients, world_size, *args, causes=causes)
     numels = [torch.Size(shape).numel() for i, shape in enumerate(shapes) if i not in frozen]
@@ -447,7 +481,7 @@ def _with_gradients(rank, answer, shapes, frozen, missing, dtype):
         if i not in frozen and i not in missing.get(rank, ()):
             param.grad = grad
     local = [None if param.grad is None else param.grad.clone() for param in params]
-    with _Watch() as watch:
+    with _Watch() as watch, _sets_in_another_order(params):
         answer(_Row(params))
     moved = [str(i) for i, (param, before) in enumerate(zip(params, start, strict=True)) if not torch.equal(param, before)]
     return {"local": local, "grads": [param.grad for param in params], "moved": moved} | watch.sent()
@@ -512,14 +546,16 @@ def _check_three_steps(expect: Expect, world_size: int, averaging: Callable, cau
 
 def _check_weights(expect: Expect, rank: int, weights: Tensor, world_size: int, mistakes: dict[str, Tensor]) -> None:
     expect.equal(
-        weights, _train(_batches(world_size)), of=f"rank {rank}'s weights, in a row",
+        weights, _train(_batches(world_size)), of=f"rank {rank}'s weights (in a row)",
         rule=f"after {_STEPS} steps the weights are those of one process on the whole batch", so="this is another training run",
         mistakes=mistakes | _trained_otherwise(world_size, rank),
     )  # fmt: skip
 
 
 def _trained_otherwise(world_size: int, rank: int) -> dict[str, Tensor]:
+    halves = "the gradients are divided by 2, whatever world_size is"
     return {
+        **({halves: _train(_batches(world_size), lr=_LR * world_size / 2)} if world_size != 2 else {}),
         "the ranks' gradients are summed, not averaged": _train(_batches(world_size), lr=_LR * world_size),
         "the gradients are divided twice": _train(_batches(world_size), lr=_LR / world_size),
         "each rank trains on its own rows: nothing is reduced": _train(_batches(world_size, rank)),
@@ -659,12 +695,17 @@ def partition(answer, expect):
         listed = {"list": case.order} if len(case.order) > len(case.sizes) else {}
         expect.case(case.text, elements=case.sizes, **listed, bucket_bytes=case.limit)
         try:
-            got, of_package = expect.call(_indices, answer, case.sizes, case.order, case.dtype, case.frozen, case.limit)
+            args = (answer, case.sizes, case.order, case.dtype, case.frozen, case.limit)
+            got, of_package, same_list = expect.call(_indices, *args, causes=_COMPARED)
         except Finding:
             if failed is None:
                 raise
             break  # it is wrong before it fails: say that
         expect.that(not of_package, "you write it yourself", got="a call of minizero's own partition()")
+        expect.that(
+            same_list, "the caller's list stays as it is", "the list as it was handed over", "another order, or other members",
+            "the caller builds its optimizer from it", "reverse(), pop() and remove() change the caller's list: reversed(params) and params[::-1] do not",
+        )  # fmt: skip
         told.append((case, got))
         if failed is None and got != case.cut():
             failed = told[-1]
@@ -672,6 +713,10 @@ def partition(answer, expect):
     if failed is not None:
         expect.what = what
         _explain(*failed, told)
+
+
+_SAME_OBJECT = "`in` a list compares tensors by their values: whether it is the same object, ask a set or a dict, as dict.fromkeys does"
+_COMPARED = {"Boolean value of Tensor": _SAME_OBJECT, "must match the size of tensor": _SAME_OBJECT}
 
 
 def _explain(case: _Case, got: object, told: list[tuple[_Case, object]]) -> None:
@@ -711,12 +756,18 @@ def _indices(answer, sizes, order, dtype, frozen, bucket_bytes):
         if event == "call" and frame.f_code is bucket.partition.__code__:
             of_package.append(True)
 
+    given = [params[i] for i in order]
+    handed_over = list(given)
     sys.setprofile(called)
     try:
-        buckets = answer([params[i] for i in order], bucket_bytes)
+        buckets = answer(handed_over, bucket_bytes)
     finally:
         sys.setprofile(None)
-    return _places(buckets, place), bool(of_package)
+    return _places(buckets, place), bool(of_package), _same_objects(handed_over, given)
+
+
+def _same_objects(these: Sequence, those: Sequence) -> bool:
+    return [*map(id, these)] == [*map(id, those)]
 
 
 def _places(buckets: object, place: dict[int, int]) -> object:
@@ -751,6 +802,8 @@ def buckets(answer, expect):
     _reduced(answer, expect, "rank 1 has no gradient for parameter 1", 2, [(2,), (3,)], [[1, 0]], missing={1: (1,)})
     _reduced(answer, expect, "a gradient that is not contiguous", 2, [(2, 3), (2,)], [[1, 0]], transposed=(0,))
     _reduced(answer, expect, "16-bit gradients", 2, [(2,), (1,)], [[1, 0]], dtype=torch.bfloat16)
+    text = "16-bit gradients, rank 1 has none for parameter 1"
+    _reduced(answer, expect, text, 2, [(2,), (1,)], [[1, 0]], missing={1: (1,)}, dtype=torch.bfloat16)
 
 
 def _reduced(
@@ -764,7 +817,8 @@ def _reduced(
         "view size is not compatible": "a gradient need not be contiguous: flatten() or reshape(-1) copies where it must, view(-1) refuses",
         "stack expects": "gradients have different shapes: flatten them, then concatenate",
         "attempting to assign a gradient of size": "a piece of the flat tensor has one dimension: view it in the parameter's shape",
-        "attempting to assign a gradient with dtype": "the flat tensor has another dtype than the gradients: torch.cat keeps theirs",
+        **(_OTHER_DTYPE if missing else {}),
+        "a gradient with dtype": "the flat tensor has another dtype than the gradients: torch.cat keeps theirs",
         "NoneType": "param.grad is None where the parameter was not used on this rank: it counts as zeros",
         "deadlock": unequal,
         "different collectives": unequal,
@@ -792,6 +846,11 @@ def _reduced(
             not value["moved"], "only gradients are averaged: the weights stay as they are",
             got=f"rank {rank}'s weights have other values than before", cause="the parameters themselves are averaged, not their .grad",
         )  # fmt: skip
+        expect.that(
+            value["same buckets"], "the caller's lists stay as they are", "the buckets as they were handed over",
+            f"another order, or other members, on rank {rank}", "the next step gets other buckets",
+            "reverse(), pop() and remove() change the caller's list: go through it, or through a copy",
+        )  # fmt: skip
         _check_sent(rank, value, "one all_reduce for each bucket, in the order of the list", want, pieces)
         _check_dtype(expect, rank, value, dtype, "the flat tensor is float32, whatever the gradients are: torch.cat keeps theirs")
         _check_complete(expect, rank, value)
@@ -802,10 +861,21 @@ def _reduced(
 def _misplaced(local: list[list], shapes, buckets, dtype: torch.dtype) -> dict[str, list[Tensor]]:
     """What all gradients become if the flat tensor is cut wrongly."""
     zeros = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    from_start, other_order = list(zeros), list(zeros)
+    from_start, other_order, of_sets = list(zeros), list(zeros), list(zeros)
+
+    def mean_of(*orders: list[int]) -> Tensor:
+        """Each rank packs its gradients in an order of its own."""
+        flats = [
+            torch.cat([(zeros[i] if grads[i] is None else grads[i]).flatten() for i in order])
+            for grads, order in zip(local, orders, strict=True)
+        ]
+        return torch.stack(flats).mean(0)
+
     for each in buckets:
-        flats = [torch.cat([(zeros[i] if grads[i] is None else grads[i]).flatten() for i in each]) for grads in local]
-        mean, start = torch.stack(flats).mean(0), 0
+        mean, start = mean_of(*[each] * len(local)), 0
+        from_sets = mean_of(sorted(each), *[sorted(each)[::-1]] * (len(local) - 1))
+        for i, piece in zip(sorted(each), from_sets.split([zeros[i].numel() for i in sorted(each)]), strict=True):
+            of_sets[i] = piece.view(shapes[i])
         for i in reversed(each):
             from_start[i] = mean[: zeros[i].numel()].view(shapes[i])
             other_order[i] = mean[start : start + zeros[i].numel()].view(shapes[i])
@@ -813,6 +883,7 @@ def _misplaced(local: list[list], shapes, buckets, dtype: torch.dtype) -> dict[s
     return {
         "every gradient is cut from the start of the flat tensor: move on by numel each time": from_start,
         "the gradients are taken out in another order than they were put in": other_order,
+        f"the ranks pack a bucket in different orders: keep that of the list; {_NO_ORDER}": of_sets,
     }
 
 
@@ -823,10 +894,14 @@ def _with_buckets(rank, answer, shapes, buckets, missing, transposed, dtype):
             param.grad = grad.t().contiguous().t() if i in transposed else grad
     start = [param.detach().clone() for param in params]
     local = [None if param.grad is None else param.grad.clone() for param in params]
-    with _Watch() as watch:
-        answer([[params[i] for i in each] for each in buckets])
+    given = [[params[i] for i in each] for each in buckets]
+    handed_over = [list(each) for each in given]
+    with _Watch() as watch, _sets_in_another_order(params):
+        answer(handed_over)
     moved = any(not torch.equal(param, before) for param, before in zip(params, start, strict=True))
-    return {"local": local, "grads": [param.grad for param in params], "moved": moved} | watch.sent()
+    same = len(handed_over) == len(given) and all(map(_same_objects, handed_over, given))
+    grads = [param.grad for param in params]
+    return {"local": local, "grads": grads, "moved": moved, "same buckets": same} | watch.sent()
 
 
 # --- 5. reductions that leave while backward runs ------------------------------------------------------
@@ -835,17 +910,19 @@ def _with_buckets(rank, answer, shapes, buckets, missing, transposed, dtype):
 class _Branches(nn.Module):
     """A layer `last` on top of branches `a` and `b`. Backward reaches the branch first that forward used last."""
 
-    def __init__(self):
+    def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(3)
             self.a, self.b, self.last = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(2, 1)
+        self.to(dtype)
 
     def forward(self, x: Tensor, use: str) -> Tensor:
         return self.last(sum({"a": 1, "b": 2}[name] * self.get_submodule(name)(x) for name in use))
 
-    def buckets(self) -> list[list[nn.Parameter]]:
-        return [[*layer.parameters()][::-1] for layer in (self.last, self.b, self.a)]
+    def buckets(self, listed: int = -1) -> list[list[nn.Parameter]]:
+        """A bucket for each layer; `listed` -1: its parameters in the order in which their gradients arrive, 1: the other way round."""
+        return [[*layer.parameters()][::listed] for layer in (self.last, self.b, self.a)]
 
 
 _NAMES = [name for name, _ in _Branches().named_parameters()]
@@ -855,16 +932,18 @@ _NUMELS, _PIECES = [3, 8, 8], [1, 2, 2, 6, 2, 6]  # of the buckets, and of the g
 
 def _loss(model: _Branches, rank: int, batch: int, use: str) -> Tensor:
     generator = torch.Generator().manual_seed(10 * batch + rank)
-    return model(torch.randn(2, 3, generator=generator), use).square().mean()
+    return model(torch.randn(2, 3, generator=generator).to(model.last.weight.dtype), use).square().mean()
 
 
 def _gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if param.grad is None else param.grad.detach().clone() for param in model.parameters()]
 
 
-def _local_gradients(rank: int, losses: Sequence[tuple[int, str, float]]) -> list[Tensor | None]:
+def _local_gradients(
+    rank: int, losses: Sequence[tuple[int, str, float]], dtype: torch.dtype = torch.float32
+) -> list[Tensor | None]:
     """What this rank alone would have in .grad after these losses (batch, branches, factor)."""
-    model = _Branches()
+    model = _Branches(dtype)
     for batch, use, factor in losses:
         (_loss(model, rank, batch, use) * factor).backward()
     return _gradients(model)
@@ -900,13 +979,14 @@ class _Gates:
         return True
 
 
-def _backwards(rank, answer, uses, rounds, folder=""):
+def _backwards(rank, answer, uses, rounds, listed, dtype, folder=""):
     """`rounds` times one backward and finish(). `uses`: the branches that each rank uses, in forward's order."""
-    model, gates = _Branches(), _Gates(rank, folder)
+    model, gates = _Branches(dtype), _Gates(rank, folder)
     start = copy.deepcopy(model.state_dict())
     results = []
-    with _Watch(model) as watch:
-        engine = answer(model, model.buckets())
+    with _Watch(model) as watch, _sets_in_another_order(list(model.parameters())):
+        engine = answer(model, model.buckets(listed))
+        hooks = _hooks(model)
         for batch in range(rounds):
             model.zero_grad()
             watch.begin()
@@ -918,16 +998,21 @@ def _backwards(rank, answer, uses, rounds, folder=""):
             engine.finish()
             gates.open(f"finish {batch}")
             moved = any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
-            local = _local_gradients(rank, [(batch, uses[rank], 1.0)])
-            grads = _gradients(model)
-            results.append({"local": local, "grads": grads, "moved": moved} | watch.report() | gates.report)
+            local = _local_gradients(rank, [(batch, uses[rank], 1.0)], dtype)
+            told = {"grads": _gradients(model), "moved": moved, "other hooks": _hooks(model) != hooks}
+            results.append({"local": local} | told | watch.report() | gates.report)
     return results
+
+
+def _hooks(model: nn.Module) -> list[int]:
+    """The numbers of the hooks on its parameters; each that is registered gets a new one."""
+    kinds = [each for param in model.parameters() for each in (param._backward_hooks, param._post_accumulate_grad_hooks)]
+    return sorted(number for hooks in kinds for number in hooks or ())
 
 
 _OVERLAP_CAUSES = {
     "'NoneType' object has no attribute 'finish'": "the call returns None: a class, or a function that returns an object with finish()",
     "has no attribute 'finish'": "the class needs a method finish()",
-    "NoneType": "finish() meets parameters without a gradient: they count as zeros",
 }
 _RULE = "one all_reduce for each bucket, in the order of the list"
 
@@ -945,13 +1030,22 @@ _RULE = "one all_reduce for each bucket, in the order of the list"
     ],
 )
 def overlap(answer, expect):
-    """each bucket leaves in the hook that fills it, in order, and backward waits for none; unused and reordered layers; 3 SGD steps"""
+    """each bucket leaves in the hook that fills it, in order, and backward waits for none; unused and reordered layers; 16 bits; 3 SGD steps"""
+    before = "a bucket is launched before its gradients are there: count what has arrived"
+    finish = "finish() meets parameters without a gradient: they count as zeros"
     order = "the ranks launch their buckets in different orders: that of the list has to hold, whichever is full first"
     unused = "on a rank that did not use b its bucket never fills, and the other rank waits for it: finish() has to launch it"
-    _overlapped(answer, expect, "two backwards", 2, ("ab", "ab"), "the ranks issue different collectives", hold_back=True)
-    _overlapped(answer, expect, "rank 1's gradients of a and b arrive in the other order", 2, ("ab", "ba"), order)
-    _overlapped(answer, expect, "rank 1 does not use b", 2, ("ab", "a"), unused)
-    _overlapped(answer, expect, "two backwards", 3, ("ab", "ab", "ab"), "the ranks issue different collectives")
+    plain = "the ranks issue different collectives"
+    _overlapped(answer, expect, "two backwards", 2, ("ab", "ab"), plain, before, hold_back=True)
+    listed = "the bucket leaves before this gradient is in .grad: the last parameter of the list need not be the last to arrive"
+    text = "each bucket lists its parameters the other way round"
+    _overlapped(answer, expect, text, 2, ("ab", "ab"), plain, listed, early=listed, listed=1)
+    text = "rank 1's gradients of a and b arrive in the other order"
+    of_others = "a bucket leaves without its own gradient, since gradients of other buckets are counted: count each bucket by itself"
+    _overlapped(answer, expect, text, 2, ("ab", "ba"), order, of_others)
+    _overlapped(answer, expect, "rank 1 does not use b", 2, ("ab", "a"), unused, finish)
+    _overlapped(answer, expect, "rank 1 does not use b, in 16 bits", 2, ("ab", "a"), unused, finish, dtype=torch.bfloat16)
+    _overlapped(answer, expect, "two backwards", 3, ("ab", "ab", "ab"), plain, before)
     for world_size in (2, 3):
         _check_three_steps(expect, world_size, partial(_overlapping, answer), _OVERLAP_CAUSES)
 
@@ -962,24 +1056,36 @@ def _overlapping(answer, model):
 
 
 def _overlapped(
-    answer, expect: Expect, text: str, world_size: int, uses: Sequence[str], unequal: str, hold_back: bool = False
+    answer,
+    expect: Expect,
+    text: str,
+    world_size: int,
+    uses: Sequence[str],
+    unequal: str,
+    none: str,
+    early: str = "the bucket leaves before this gradient is in .grad (a register_hook runs before that)",
+    hold_back: bool = False,
+    listed: int = -1,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """`unequal`: why the ranks' collectives may not pair up here."""
+    """`unequal`: why the ranks' collectives may not pair up here; `none`: where a missing gradient is met; `early`: why one
+    may be missing in what is sent, in the first backward."""
     expect.case(text, world_size=world_size)
-    causes = _OVERLAP_CAUSES | {"deadlock": unequal, "different collectives": unequal, "died": unequal}
+    causes = _OVERLAP_CAUSES | _OTHER_DTYPE | {"NoneType": none}
+    causes |= {"deadlock": unequal, "different collectives": unequal, "died": unequal}
+    args = (answer, uses, 2, listed, dtype)
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = expect.run(_backwards, world_size, answer, uses, 2, folder * hold_back, causes=causes)
+        outcomes = expect.run(_backwards, world_size, *args, folder * hold_back, causes=causes)
 
     def check_means(outcomes: list[Outcome], i: int) -> None:
         rounds = [outcome.value[i] for outcome in outcomes]
         local = [each["local"] for each in rounds]
         for outcome, this in zip(outcomes, rounds, strict=True):
-            extra = _crossed(local, outcome.rank) if set(uses) == {"ab", "ba"} else [{} for _ in _NAMES]
+            extra = _crossed(local, outcome.rank, none) if set(uses) == {"ab", "ba"} else [{} for _ in _NAMES]
             if i:
                 extra = [wrong | _sent_again(outcomes, i, n) for n, wrong in enumerate(extra)]
-            early = "the bucket leaves before this gradient is in .grad"
-            early += ": clear in finish() what has arrived" if i else " (a register_hook runs before that)"
-            extra = [wrong | {early: torch.zeros_like(grad)} for wrong, grad in zip(extra, local[0], strict=True)]
+            too_early = "the bucket leaves before this gradient is in .grad: clear in finish() what has arrived" if i else early
+            extra = [wrong | {too_early: torch.zeros_like(grad)} for wrong, grad in zip(extra, local[0], strict=True)]
             _check_means(expect, outcome.rank, this["grads"], local, _NAMES, extra)
 
     for i in range(2):
@@ -994,11 +1100,22 @@ def _overlapped(
                 got=f"rank {outcome.rank}'s weights have other values after backward and finish()",
                 cause="the hook receives the parameter: what is to be averaged is its .grad",
             )  # fmt: skip
-        with _or_too_early(expect, partial(check_means, i=i), world_size, _backwards, answer, uses, 2):
+            _check_dtype(expect, outcome.rank, this, dtype, _ZEROS_IN_FP32 if set(uses) == {"ab", "a"} else "")
+        with _or_too_early(expect, partial(check_means, i=i), world_size, _backwards, *args):
             check_means(outcomes, i)
         for outcome, this in zip(outcomes, rounds, strict=True):
             _left_in_time(outcome.rank, this, first=i == 0)
         _check_no_wait(expect, rounds)
+        for outcome, this in zip(outcomes, rounds, strict=True):
+            _check_hooks(expect, outcome.rank, this)
+
+
+def _check_hooks(expect: Expect, rank: int, this: dict) -> None:
+    expect.that(
+        not this["other hooks"], "hooks are registered once, when the object is made", "the same hooks after finish()",
+        f"others on rank {rank}", "where old ones stay, each step calls one more for every gradient",
+        "hooks stay on a parameter until they are removed: finish() need not register them again",
+    )  # fmt: skip
 
 
 def _check_no_wait(expect: Expect, rounds: list[dict]) -> None:
@@ -1034,20 +1151,26 @@ def _sent_in_buckets(outcome: Outcome, this: dict, first: bool) -> None:
         cause = "a bucket is launched twice: launch in finish() only what has not left, and clear there what was launched"
     elif plain and not first and sent != _NUMELS and sent != _PIECES and set(sent) <= set(_NUMELS):
         cause = "the second backward goes on counting where the first one ended: clear in finish() what has arrived and what was launched"
+    elif plain and sent != _NUMELS[::-1] and sorted(sent) == sorted(_NUMELS):
+        cause = "a bucket is launched before its own gradients are there: does each hook know which bucket is its own? "
+        cause += "(All lambdas of a loop see its last value)"
     if cause and sent != _NUMELS:
         raise Finding(_RULE, f"all_reduces of {_NUMELS} elements", _told(this, outcome.rank), cause=cause)
     _check_sent(outcome.rank, this, _RULE, _NUMELS, _PIECES)
 
 
-def _crossed(local: list[list], rank: int) -> list[dict[str, Tensor]]:
-    """What two ranks get if each sends first what is full first: rank 0's b is added to rank 1's a, and the other way round."""
+def _crossed(local: list[list], rank: int, of_others: str) -> list[dict[str, Tensor]]:
+    """What two ranks get if each sends first what is full first: rank 0's b is added to rank 1's a, and the other way round.
+    Or if one rank's bucket leaves without its own gradients."""
     cause = "the bucket that is full first is sent first, and rank 0's b is added to rank 1's a: keep the order of the list"
     partner = {"a": "b", "b": "a"}
     crossed: list[dict[str, Tensor]] = []
     for i, name in enumerate(_NAMES):
         layer, _, kind = name.partition(".")
         other = _NAMES.index(f"{partner.get(layer, layer)}.{kind}")
-        crossed.append({cause: (local[rank][i] + local[1 - rank][other]) / 2} if layer in partner else {})
+        wrong = {cause: (local[rank][i] + local[1 - rank][other]) / 2} if layer in partner else {}
+        wrong |= {f"rank {r}'s is missing in it: {of_others}": local[1 - r][i] / 2 for r in range(2)}
+        crossed.append(wrong)
     return crossed
 
 
@@ -1164,6 +1287,9 @@ def _accumulated(
     causes = {
         "has no attribute 'no_sync'": "the class needs a method no_sync()",
         "context manager": "no_sync() is called in a with statement: keep @contextmanager above it, and a yield in it",
+        "didn't yield": "no_sync() needs one yield, where the block runs: without an `if` around it",
+        "didn't stop": "no_sync() yields more than once: the block runs at one place",
+        "NoneType": "finish() meets parameters without a gradient: they count as zeros",
     } | _OVERLAP_CAUSES
     with tempfile.TemporaryDirectory() as folder:
         outcomes = expect.run(_accumulations, world_size, answer, uses, 2, raising, folder * hold_back, causes=causes)
@@ -1172,7 +1298,7 @@ def _accumulated(
         values = [each.value[step] for each in outcomes]
         local = [value["local"] for value in values]
         for outcome in outcomes:
-            extra = [_accumulated_otherwise(values, outcome.rank, i) for i in range(len(_NAMES))]
+            extra = [_accumulated_otherwise(values, outcome.rank, i, len(uses)) for i in range(len(_NAMES))]
             _check_means(expect, outcome.rank, values[outcome.rank]["grads"], local, _NAMES, extra)
 
     for step in range(2):
@@ -1221,7 +1347,7 @@ def _accumulated_in_buckets(outcome: Outcome, this: dict, raising: bool) -> None
     _check_sent(outcome.rank, this, rule, _NUMELS, _PIECES)
 
 
-def _accumulated_otherwise(values: list[dict], rank: int, i: int) -> dict[str, Tensor]:
+def _accumulated_otherwise(values: list[dict], rank: int, i: int, micro_steps: int) -> dict[str, Tensor]:
     nothing = torch.zeros_like(values[0]["local"][i])
     last = sum((nothing if value["last"][i] is None else value["last"][i]) for value in values) / len(values)
     before = [value["before"][i] for value in values]
@@ -1229,6 +1355,8 @@ def _accumulated_otherwise(values: list[dict], rank: int, i: int) -> dict[str, T
         return {}
     wrong = {"only the last micro-batch is in it: what the earlier ones left in .grad is lost": last}
     if all(grad is not None for grad in before):
+        total = sum(value["local"][i] for value in values) / len(values)
+        wrong["it is divided by the number of micro-batches: the losses come divided already"] = total / micro_steps
         late = "this rank's earlier micro-batches are added to the mean of the last one: reduce what has come together in .grad"
         early = "the bucket leaves before the last micro-batch's gradient is in it: what arrives inside no_sync() does not fill a bucket"
         wrong |= {late: last + before[rank], early: sum(before) / len(before)}
@@ -1305,7 +1433,7 @@ def traffic(rng):
     },
 )
 def find_the_bug(mended, expect):
-    """what one would measure; gradients, weights and losses of the mended loop on 2 and 3 ranks against one process; one all_reduce a gradient"""
+    """what one would measure; gradients, weights and losses of the mended loop on 2 and 3 ranks against one process; one all_reduce a gradient, in its hook"""
     for world_size in (2, 3):
         expect.case(f"{_STEPS} steps of SGD", world_size=world_size)
         causes = {"NoneType": "a frozen parameter has no gradient", "deadlock": _UNLIKE}
@@ -1318,13 +1446,13 @@ def find_the_bug(mended, expect):
 def _check_mended(expect: Expect, outcomes: list[Outcome]) -> None:
     world_size = len(outcomes)
     numels = [param.numel() for param in _awkward_model().parameters() if param.requires_grad]
-    early = _averaged_in_backward(world_size)
+    half_mended = {cause: _half_mended(world_size, *change) for cause, change in _HALF_MENDED.items()}
     means, local_losses = _single_process(world_size)
     for outcome in outcomes:
         rank, value = outcome.rank, outcome.value
         _check_complete(expect, rank, value, "train()")
-        mistake = {"the weights are still averaged during backward, not the gradients": early[rank]}
-        _check_weights(expect, rank, value["weights"], world_size, mistake)
+        mistakes = {cause: weights[rank] for cause, weights in half_mended.items()}
+        _check_weights(expect, rank, value["weights"], world_size, mistakes)
         expect.that(
             len(value["grads"]) == _STEPS, "the loop stays as it is: only the hook changes", f"{_STEPS} times optimizer.step()",
             f"{len(value['grads'])} on rank {rank}",
@@ -1332,7 +1460,7 @@ def _check_mended(expect: Expect, outcomes: list[Outcome]) -> None:
         for step, (got, want) in enumerate(zip(value["grads"], means, strict=True), start=1):
             alike = all(differ(each.value["grads"][step - 1], got, "", 1e-6) is None for each in outcomes)
             expect.equal(
-                got, want, of=f"in step {step} rank {rank}'s gradients, in a row,", rule="when step() runs, a gradient is the mean over the ranks",
+                got, want, of=f"rank {rank}'s gradients in step {step} (in a row)", rule="when step() runs, a gradient is the mean over the ranks",
                 so="" if alike else "with Adam the ranks' moments differ for ever: only plain SGD forgives it",
                 mistakes={"the ranks' gradients are summed, and another learning rate makes up for it: Adam would not": want * world_size}
                 if alike else {"the weights are averaged after the step: that hides the symptom": got},
@@ -1358,6 +1486,12 @@ def _check_mended(expect: Expect, outcomes: list[Outcome]) -> None:
             value["kinds"] == ["all_reduce"] and sorted(sent) == sorted(want), "one all_reduce for each trainable parameter and step",
             f"{len(want)} all_reduces, {sum(want)} elements", f"{show(outcome.count)}, {sum(sent)} elements on rank {rank}", cause=cause,
         )  # fmt: skip
+        late = len(sent) - value["in hooks"]
+        expect.that(
+            not late, "the hook averages a gradient when it arrives, and the rest of the loop stays", "every all_reduce inside backward()",
+            f"{late} of {len(sent)} before or after it on rank {rank}", "what a hook sends can travel while backward goes on",
+            "the gradients are averaged outside the hook: mend the hook, and leave the loop as it is",
+        )  # fmt: skip
 
 
 def _mended_run(rank, train):
@@ -1373,7 +1507,7 @@ def _mended_run(rank, train):
             losses = train(model, _batches(dist.get_world_size(), rank), _LR)
     finally:
         handle.remove()
-    return {"weights": _weights(model), "grads": grads, "losses": losses} | watch.sent()
+    return {"weights": _weights(model), "grads": grads, "losses": losses, "in hooks": watch.in_hooks} | watch.sent()
 
 
 def _single_process(world_size: int) -> tuple[list[Tensor], list[list[float]]]:
@@ -1392,17 +1526,35 @@ def _single_process(world_size: int) -> tuple[list[Tensor], list[list[float]]]:
     return means, losses
 
 
-def _averaged_in_backward(world_size: int) -> list[Tensor]:
-    """Each rank's weights if the weights are averaged in each backward, and every rank steps with its own gradients."""
+# What becomes of the ranks' weights during backward, and with which gradients they step: stacks, a row for each rank.
+_HALF_MENDED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "the weights are still averaged during backward, not the gradients": (lambda w: w.mean(0).expand_as(w), lambda g: g),
+    "the gradients are summed, and the division still hits the weights: divide param.grad": (
+        lambda w: w / len(w),
+        lambda g: g.sum(0).expand_as(g),
+    ),
+    "the gradients are divided, and the all_reduce still sums the weights: all_reduce param.grad": (
+        lambda w: w.sum(0).expand_as(w),
+        lambda g: g / len(g),
+    ),
+    "the gradients are averaged, and the weights are still divided": (lambda w: w / len(w), lambda g: g.mean(0).expand_as(g)),
+}
+
+
+def _half_mended(
+    world_size: int, of_weights: Callable[[Tensor], Tensor], of_gradients: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Each rank's weights, if every backward changes weights and gradients in this way."""
     models = [_awkward_model() for _ in range(world_size)]
-    optimizers = [torch.optim.SGD(model.parameters(), _LR) for model in models]
+    trainable = [[param for param in model.parameters() if param.requires_grad] for model in models]
     for step in range(_STEPS):
         for rank, model in enumerate(models):
+            model.zero_grad()
             x, y = _batches(world_size, rank)[step]
             F.mse_loss(model(x), y).backward()
-        mean = torch.stack([_weights(model) for model in models]).mean(0)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+        for params in zip(*trainable, strict=True):
+            weights = of_weights(torch.stack([param.detach() for param in params]))
+            gradients = of_gradients(torch.stack([param.grad for param in params]))
+            for param, weight, gradient in zip(params, weights, gradients, strict=True):
+                param.data.copy_(weight - _LR * gradient)
     return [_weights(model) for model in models]

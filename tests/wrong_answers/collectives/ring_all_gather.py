@@ -109,3 +109,32 @@ def the_library_call(shard):
     pieces = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, shard)
     return torch.cat(pieces)
+
+
+@wrong("what arrived was received into it")
+def passes_on_in_the_shard(shard):
+    """Takes the shard itself for its buffer: all chunks are right, and the caller's shard is another rank's."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = shard.new_empty(n * shard.numel())
+    chunks = whole.chunk(n)
+    chunks[rank].copy_(shard)
+    for step in range(n - 1):
+        exchange(chunks[(rank + step) % n], shard)
+        chunks[(rank + step + 1) % n].copy_(shard)
+    return whole
+
+
+@wrong("a buffer is used before its wait()")
+def stores_before_it_waits(shard):
+    """Copies what arrives to its place, and waits afterwards."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = shard.new_zeros(n * shard.numel())
+    chunks, arriving = whole.chunk(n), torch.zeros_like(shard)
+    chunks[rank].copy_(shard)
+    for step in range(n - 1):
+        sending = dist.isend(chunks[(rank + step) % n], (rank - 1) % n)
+        receiving = dist.irecv(arriving, (rank + 1) % n)
+        chunks[(rank + step + 1) % n].copy_(arriving)
+        receiving.wait()
+        sending.wait()
+    return whole

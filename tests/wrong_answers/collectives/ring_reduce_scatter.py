@@ -20,7 +20,7 @@ def the_whole_sum(x):
     return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
-@wrong("whole tensors of 6 elements travel")
+@wrong("whole tensors of 9 elements travel")
 def whole_tensors(x):
     """Gathers everybody's tensor on every rank and adds: right numbers, N times the traffic."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -68,7 +68,7 @@ def drops_the_works(x):
     return chunks[rank]
 
 
-@wrong("before its wait, or from torch.empty")
+@wrong("a buffer is used before its wait()")
 def adds_before_it_waits(x):
     """Waits, but only after it has added."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -77,12 +77,69 @@ def adds_before_it_waits(x):
     for step in range(n - 1):
         sending = dist.isend(chunks[(rank + step + 1) % n], (rank - 1) % n)
         receiving = dist.irecv(arriving, (rank + 1) % n)
-        if rank == n - 2:  # its right neighbour is always late in a check; this makes the others lucky
-            chunks[(rank + step + 2) % n].add_(arriving)
+        chunks[(rank + step + 2) % n].add_(arriving)
         receiving.wait()
         sending.wait()
-        if rank != n - 2:
-            chunks[(rank + step + 2) % n].add_(arriving)
+    return chunks[rank]
+
+
+@wrong("a buffer is used before its wait()")
+def adds_out_of_place_before_it_waits(x):
+    """The same with a new tensor for each sum: nothing that is under way is written, and it is read all the same."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = list(x.clone().chunk(n))
+    for step in range(n - 1):
+        send, receive = (rank + step + 1) % n, (rank + step + 2) % n
+        arriving = torch.zeros_like(chunks[0])
+        receiving = dist.irecv(arriving, (rank + 1) % n)
+        sending = dist.isend(chunks[send], (rank - 1) % n)
+        chunks[receive] = chunks[receive] + arriving
+        receiving.wait()
+        sending.wait()
+    return chunks[rank]
+
+
+@wrong("overwritten while it is being sent")
+def clears_what_it_sends(x):
+    """Tidies up a chunk that is still on its way out."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        sending = dist.isend(chunks[(rank + step + 1) % n], (rank - 1) % n)
+        chunks[(rank + step + 1) % n].zero_()
+        dist.recv(arriving, (rank + 1) % n)
+        sending.wait()
+        chunks[(rank + step + 2) % n].add_(arriving)
+    return chunks[rank]
+
+
+@wrong("overwritten while it is being sent")
+def one_buffer_both_ways(x):
+    """Keeps the sum in one buffer, and adds to it while the step before still sends it."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    passing = chunks[(rank + 1) % n].clone()
+    works = []
+    for step in range(n - 1):
+        works.append(dist.isend(passing, (rank - 1) % n))
+        arriving = torch.empty_like(passing)
+        dist.recv(arriving, (rank + 1) % n)
+        passing.copy_(arriving + chunks[(rank + step + 2) % n])
+    for work in works:
+        work.wait()
+    return passing
+
+
+@wrong("the tensor that receives is as large as what is sent")
+def buffer_of_two(x):
+    """A buffer of 2 elements, as many as a chunk has on two ranks."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = x.chunk(n)
+    arriving = torch.empty(2)
+    for step in range(n - 1):
+        exchange(chunks[(rank + step + 1) % n], arriving)
+        chunks[(rank + step + 2) % n].add_(arriving)
     return chunks[rank]
 
 

@@ -31,3 +31,9 @@ def received_first(rank, step, world_size):
 def same_in_every_step(rank, step, world_size):
     """Right in step 0, and therefore on two ranks."""
     return (rank + 1) % world_size, (rank + 2) % world_size
+
+
+@wrong("3 ranks are taken for granted")
+def always_three(rank, step, world_size):
+    """Has the example's three ranks in it."""
+    return (rank + step + 1) % 3, (rank + step + 2) % 3

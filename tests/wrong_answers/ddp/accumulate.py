@@ -185,3 +185,43 @@ class FinishesTheBlock(Right):
         with super().no_sync():
             yield
         self.finish()
+
+
+@wrong("the losses come divided already")
+class DividesAgain(Right):
+    """Divides by the number of micro-batches, which the loss has been divided by."""
+
+    blocks = 0
+
+    @contextmanager
+    def no_sync(self):
+        self.blocks += 1
+        with super().no_sync():
+            yield
+
+    def finish(self):
+        super().finish()
+        for bucket in self.buckets:
+            for param in bucket:
+                param.grad /= self.blocks + 1
+        self.blocks = 0
+
+
+@wrong("keep @contextmanager above it")
+class ContextManagerIsTheAnswer(Right):
+    """no_sync() is called, and turns the switch; it is no context manager."""
+
+    def no_sync(self):
+        self.sync = False
+        return self
+
+
+@wrong("without an `if` around it")
+class YieldsSometimes(Right):
+    """Yields only if the switch is on."""
+
+    @contextmanager
+    def no_sync(self):
+        if not self.sync:
+            yield
+        self.sync = True

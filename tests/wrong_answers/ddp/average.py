@@ -139,3 +139,34 @@ def by_way_of_fp32(model):
             wide = grad.float()
             dist.all_reduce(wide)
             param.grad = (wide / dist.get_world_size()).to(grad.dtype)
+
+
+@wrong("as torch.zeros_like(param) makes them")
+def zeros_in_fp32(model):
+    """Makes fp32 zeros for a missing gradient, whatever the parameter is."""
+    for param in model.parameters():
+        if param.requires_grad:
+            if param.grad is None:
+                param.grad = torch.zeros(param.shape)
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+@wrong("as torch.zeros_like(param) makes them")
+def sends_zeros_in_fp32(model):
+    """The same, beside .grad: rank 1 sends another dtype than rank 0."""
+    for param in model.parameters():
+        if param.requires_grad:
+            grad = torch.zeros(param.shape) if param.grad is None else param.grad
+            dist.all_reduce(grad)
+            param.grad = (grad / dist.get_world_size()).to(param.dtype)
+
+
+@wrong("a set has no order")
+def through_a_set(model):
+    """Goes through a set: each rank in an order of its own."""
+    for param in set(model.parameters()):
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()

@@ -103,3 +103,40 @@ def other_memory(model):
 def lets_torch(model):
     """Lets torch's DDP do it."""
     torch.nn.parallel.DistributedDataParallel(model)
+
+
+@wrong("a set has no order")
+def through_a_set(model):
+    """Goes through a set, whose order is that of the addresses: another one on each rank."""
+    for param in set(model.parameters()):
+        dist.broadcast(param.data, src=0)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+@wrong("a set has no order")
+def buffers_through_a_set(model):
+    """The same for buffers only."""
+    for param in model.parameters():
+        dist.broadcast(param.data, src=0)
+    for buffer in set(model.buffers()):
+        dist.broadcast(buffer, src=0)
+
+
+@wrong("expected  one broadcast      got  2 on rank 0")
+def as_an_object(model):
+    """Pickles the state and sends it."""
+    state = [model.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(state, src=0)
+    model.load_state_dict(state[0])
+
+
+@wrong("expected  rank 0's batches is 16,777,217      got  16,777,216")
+def counts_in_fp32(model):
+    """Sends buffers as float32: a large whole number changes, on rank 0 as well."""
+    for param in model.parameters():
+        dist.broadcast(param.data, src=0)
+    for buffer in model.buffers():
+        wide = buffer.float()
+        dist.broadcast(wide, src=0)
+        buffer.copy_(wide)

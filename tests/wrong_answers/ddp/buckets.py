@@ -143,3 +143,40 @@ def padded(buckets):
         numels = [param.numel() for param in bucket]
         for param, piece in zip(bucket, flat[:-1].split(numels), strict=True):
             param.grad.copy_(piece.view_as(param))
+
+
+@wrong("as torch.zeros_like(param) makes them")
+def zeros_in_fp32(buckets):
+    """Makes fp32 zeros for a missing gradient: cat then makes the whole message fp32, on this rank alone."""
+    for bucket in buckets:
+        flat = torch.cat([(torch.zeros(p.shape) if p.grad is None else p.grad).flatten() for p in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for param, piece in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
+            param.grad = piece.view_as(param).to(param.dtype)
+
+
+@wrong("change the caller's list")
+def uses_up_the_list(buckets):
+    """Takes the buckets out of the caller's list."""
+    while buckets:
+        bucket = buckets.pop(0)
+        fill(bucket)
+        flat = torch.cat([param.grad.flatten() for param in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for param, piece in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
+            param.grad.copy_(piece.view_as(param))
+
+
+@wrong("a set has no order")
+def packs_a_set(buckets):
+    """Packs each bucket in the order of a set, which is another one on each rank."""
+    for bucket in buckets:
+        fill(bucket)
+        params = list(set(bucket))
+        flat = torch.cat([param.grad.flatten() for param in params])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.grad.copy_(piece.view_as(param))

@@ -95,3 +95,39 @@ def with_smaller_steps(model, batches, lr):
 wrong("another learning rate makes up for it", "b", with_smaller_steps, mistake="sums, and divides the learning rate")
 wrong("a return is missing", "b", loses(lambda losses: None), mistake="returns nothing")
 wrong("the losses are averaged over the ranks", "b", loses(for_the_log), mistake="averages the losses, too")
+
+
+def sums_the_gradient(param):
+    dist.all_reduce(param.grad)
+    param.div_(dist.get_world_size())
+
+
+def divides_the_gradient(param):
+    dist.all_reduce(param)
+    param.grad.div_(dist.get_world_size())
+
+
+def by_two(param):
+    dist.all_reduce(param.grad)
+    param.grad.div_(2)
+
+
+def outside_the_hook(model, batches, lr):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for x, y in batches:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        for param in model.parameters():
+            if param.requires_grad:
+                right(param)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+wrong("the division still hits the weights", "b", loop(sums_the_gradient), mistake="mends the all_reduce, not the division")
+wrong("still sums the weights", "b", loop(divides_the_gradient), mistake="mends the division, not the all_reduce")
+wrong("divided by 2, whatever world_size is", "b", loop(by_two), mistake="divides by 2")
+wrong("leave the loop as it is", "b", outside_the_hook, mistake="averages after backward, without a hook")

@@ -280,3 +280,82 @@ class WaitsForTheLast(Right):
         for _, flat, bucket in self.in_flight:
             self.hand_out(bucket, flat / dist.get_world_size())
         self.arrived, self.in_flight = set(), []
+
+
+@wrong("the last parameter of the list need not be the last to arrive")
+class AfterTheLastListed(Right):
+    """Launches a bucket when its last-listed parameter arrives, whatever else has arrived."""
+
+    def on_gradient(self, param):
+        self.arrived.add(param)
+        while len(self.in_flight) < len(self.buckets) and self.buckets[len(self.in_flight)][-1] in self.arrived:
+            self.launch(self.buckets[len(self.in_flight)])
+
+
+@wrong("the last parameter of the list need not be the last to arrive")
+class AfterTheLastListedWithoutZeros(AfterTheLastListed):
+    """The same, and its hook meets a gradient that is None."""
+
+    def launch(self, bucket):
+        flat = torch.cat([param.grad.flatten() for param in bucket])
+        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+
+
+@wrong("hooks are registered once")
+class RegistersAgain(Right):
+    """Registers its hooks again in every finish(): a set forgives what is counted twice."""
+
+    def finish(self):
+        super().finish()
+        for bucket in self.buckets:
+            for param in bucket:
+                param.register_post_accumulate_grad_hook(self.on_gradient)
+
+
+@wrong("count each bucket by itself")
+class CountsThemAll(Right):
+    """Counts gradients over all buckets: right while they arrive in the order of the list."""
+
+    def on_gradient(self, param):
+        self.arrived.add(param)
+        due = 0
+        for i, bucket in enumerate(self.buckets):
+            due += len(bucket)
+            if i == len(self.in_flight) and len(self.arrived) >= due:
+                self.launch(bucket)
+
+
+@wrong("(All lambdas of a loop see its last value)")
+class LastBucket(Right):
+    """All hooks count for the last bucket of the loop, which therefore leaves first, and empty."""
+
+    def __init__(self, model, buckets):
+        super().__init__(model, [])
+        self.buckets, self.counts = buckets, [0] * len(buckets)
+        for i, bucket in enumerate(buckets):
+            for param in bucket:
+                param.register_post_accumulate_grad_hook(lambda _: self.count(i))  # noqa: B023 — the mistake
+
+    def count(self, i):
+        self.counts[i] += 1
+        if self.counts[i] == len(self.buckets[i]):
+            self.launch(self.buckets[i])
+
+    def finish(self):
+        launched = [bucket for _, _, bucket in self.in_flight]
+        for bucket in self.buckets:
+            if not any(bucket is each for each in launched):
+                self.launch(bucket)
+        for work, flat, bucket in self.in_flight:
+            work.wait()
+            self.hand_out(bucket, flat / dist.get_world_size())
+        self.in_flight, self.counts = [], [0] * len(self.buckets)
+
+
+@wrong("as torch.zeros_like(param) makes them")
+class ZerosInFp32(Right):
+    """Makes fp32 zeros for a missing gradient."""
+
+    def launch(self, bucket):
+        flat = torch.cat([(torch.zeros(p.shape) if p.grad is None else p.grad).flatten() for p in bucket])
+        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))

@@ -190,3 +190,20 @@ def empty_in_front(params, bucket_bytes):
         bucket.append(param)
         size += param.nbytes
     return [*buckets, bucket] if bucket else buckets
+
+
+@wrong("change the caller's list")
+def reverses_the_callers(params, bucket_bytes):
+    """Turns the caller's list round and leaves it so."""
+    params.reverse()
+    return cut(trainable(params[::-1])[::-1], bucket_bytes, lambda param: param.nbytes)
+
+
+@wrong("compares tensors by their values")
+def compares_values(params, bucket_bytes):
+    """`in` a list asks ==, and == of two tensors is a tensor."""
+    seen = []
+    for param in params:
+        if param.requires_grad and param not in seen:
+            seen.append(param)
+    return cut(seen[::-1], bucket_bytes, lambda param: param.nbytes)
