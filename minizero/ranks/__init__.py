@@ -9,6 +9,7 @@ A rank that raises, dies, hangs or deadlocks is an error here, with its own sour
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import threading
@@ -57,7 +58,13 @@ def init() -> None:
         comm.join("nccl", rank, world_size, None, torch.device("cuda", local_rank))
     else:
         comm.join("gloo", rank, world_size, None, torch.device("cpu"))
-        atexit.register(comm.leave)  # gloo's threads often abort a process that ends while they run
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """At the end of the process. gloo's threads abort one that ends while they run, and only a collected group ends them."""
+    comm.leave()
+    gc.collect()
 
 
 class Ranks:
