@@ -91,7 +91,7 @@ for name, count in ddp[1][1].items():
 # weights are their rounding. Question 7 shows what happens without them.
 #
 # So the 16 of every interview are **2 + 2 + 12**: weights 2Ψ, gradients 2Ψ, optimizer 12Ψ bytes, Ψ being the number of parameters. Interview notes say that *Adam's state is 12Ψ and the gradient Ψ, together 16Ψ*.
-# **The claim, settled: false in one term.** 12 + 1 makes 13. The gradient takes 2 bytes a parameter, and the weights, another 2, are missing.
+# **The claim, settled: false.** 12 + 1 makes 13. The gradient takes 2 bytes a parameter, not 1, and the weights' 2 are missing.
 #
 # And the three rows are the same for every N: whatever one rank holds, the others hold too. The 12 are three quarters of it. They came out of the same mean gradient on every rank, so N − 1 of the N copies
 # tell nobody anything. We cut them into N shards. Where exactly?
@@ -464,8 +464,8 @@ print(found)
 
 # %% [markdown]
 # One. Without the gather each rank keeps on updating its half of a model whose other half never moves, and the two come apart at once. With the wrong norm the gather sees to it that all ranks agree
-# on the wrong weights: the two halves of the gradient were shortened by two different factors, so even its direction is off. Its loss is the lowest of the three, because each half is shorter than the whole and is
-# shortened less. No comparison *between* ranks will ever find that. Only a comparison with DDP, or with one process, does.
+# on the wrong weights: the two halves of the gradient were shortened by two different factors, so even its direction is off. Each half is shorter than the whole and is shortened less, so the steps are longer than asked for, and here the loss is even
+# the lowest of the three. No comparison *between* ranks will ever find that. Only a comparison with DDP, or with one process, does.
 #
 # So leave clipping to the engine, `mz.Zero1(…, clip_norm=0.5)`, or ask it for the norm. With `clip_norm` a non-finite norm also means that nobody steps: why that is needed, the next two questions tell.
 
@@ -499,17 +499,23 @@ print(f"{hundred_steps(torch.bfloat16).item():.4f}")
 # Does it matter in a model? We train the small GPT at a learning rate of 1e-4, which is a high one for fine-tuning, first with model and optimizer in bf16, then with `mz.Zero1(…, precision="bf16")`.
 
 # %%
-torch.manual_seed(0)  # the ranks' seed
-bf16_alone = GPT.preset("nano").bfloat16()
-start = nn.utils.parameters_to_vector(bf16_alone.parameters()).detach().clone()
-optimizer = adamw(bf16_alone, lr=1e-4)
-alone = []
-for x, y in data.batches("train", 16, 64, 60):
-    loss = bf16_alone(x, y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    alone.append(loss.item())
+def train_alone(dtype):
+    """Sixty steps with model and optimizer in one dtype: the losses, and the share of weights that never moved."""
+    torch.manual_seed(0)  # the ranks' seed
+    model = GPT.preset("nano").to(dtype)
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    optimizer = adamw(model, lr=1e-4)
+    losses = []
+    for x, y in data.batches("train", 16, 64, 60):
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, (nn.utils.parameters_to_vector(model.parameters()) == start).float().mean().item()
+
+
+alone, unmoved = train_alone(torch.bfloat16)
 
 
 def mean_loss(results):
@@ -518,9 +524,9 @@ def mean_loss(results):
 
 slowly = functools.partial(adamw, lr=1e-4)
 with_master = mean_loss(on(2).run(functools.partial(train, precision="bf16"), 2, mz.Zero1, 60, slowly))
-same = (nn.utils.parameters_to_vector(bf16_alone.parameters()) == start).float().mean().item()
-print("weights that 60 steps in bf16 alone have not moved")
-print(f"{same:.0%}")
+print(f"weights that 60 steps in fp32 have not moved: {train_alone(torch.float32)[1]:.0%}")
+print("in bf16 alone")
+print(f"{unmoved:.0%}")
 
 # %% tags=["nbval-ignore-output"]
 curves = {"bf16 alone": alone, "fp32 master": with_master}
@@ -583,7 +589,7 @@ print("skipped from 2³²")
 print(on(2).run(start_at, 32)[0])
 
 # %% [markdown]
-# All of them. The scale is at 2²⁰ then, and still too large: twelve batches read for nothing. But how does a rank know? Infinite is one element, in the shard of one rank. If that rank skips and the others step, the weights are half old and half new, and no later step will mend them.
+# All of them, twelve batches read for nothing; twelve halvings have brought the scale to 2²⁰. But how does a rank know? Infinite is one element, in the shard of one rank. If that rank skips and the others step, the weights are half old and half new, and no later step will mend them.
 # We put an infinity into the very last gradient of rank 1 alone:
 
 
@@ -612,7 +618,7 @@ for rank, told in enumerate(on(2).run(overflow_on_one_rank)):
     print(f"rank {rank}: {told}")
 
 # %% [markdown]
-# Both skip, no weight moves, and both halve the scale. The message is again the one of question 6: if any element anywhere is infinite, so is the sum of squares, and every rank reads it. **Skipping is a decision of all ranks or of none.**
+# Both skip, no weight moves, and both halve the scale. The message is again the one of question 6: if any element anywhere is infinite, so is the sum of squares, and every rank reads it. (The reverse holds because fp16 ends at 65504: a finite gradient's square is far from the end of fp64, in which the engine adds.) **Skipping is a decision of all ranks or of none.**
 #
 # ## 9. Three precisions, two engines: how far apart are the losses?
 #
@@ -669,7 +675,7 @@ print(inspect.getdoc(inspect.getmodule(mz.Zero1)))
 # 1. **`_gather_launched` goes.** That was the second half of DDP's all-reduce. `_launch` and `_land` no longer call it.
 # 2. **`_launch` reduces into `bucket.grad_S`**, this rank's slice of the buffer, and that is all that comes back. As in DDP, a launch waits for the reduction before it.
 # 3. **`_update` becomes `ShardedUpdate.step`**, the three moves of question 3: step, publish, gather the weights.
-# 4. **`__init__`** tells each bucket which weights it updates. Rank and world size stand where DDP's masters had rank 0 of 1, a shard that is everything. The optimizer is no longer optional.
+# 4. **`__init__`** tells each bucket which weights it updates. Rank and world size stand where DDP's masters had rank 0 of 1, a shard that is everything. The optimizer is no longer optional, and `optimizer_sees_shards`: the rank's gradients are whole, but what its optimizer sees of them is a shard, so the norm has to be put together.
 
 # %%
 changes(mz.DDP, mz.Zero1)

@@ -53,7 +53,7 @@ class Zero1(Engine):
     bucket_mb: size of a bucket in MiB
     """
 
-    shards_gradients = True
+    optimizer_sees_shards = True
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, *,
                  precision: str | None = None, clip_norm: float | None = None, bucket_mb: float = 25,

@@ -567,3 +567,26 @@ def test_a_small_gpt_learns_in_16_bits_what_it_learns_in_32(ranks, engine_type):
             assert first == pytest.approx(first_32, rel=0.01)
             assert last == pytest.approx(last_32, abs=0.05)
             assert skipped <= 3
+
+
+def batchnorm_in_fp16(rank, world_size, engine_type):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 4))
+    engine = engine_type(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp16", clip_norm=math.inf)
+    norms = []
+    for step in range(4):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        engine.backward(engine(x).float().pow(2).mean())
+        assert engine.step()
+        norms.append(engine.grad_norm)
+    return norms, engine.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_stays_fp32_is_divided_by_the_loss_scale_too(ranks, world_size):
+    """BatchNorm's weights have no master, and their gradients are scaled as all others are."""
+    ddp, zero1 = (ranks(world_size).run(batchnorm_in_fp16, world_size, engine) for engine in (mz.DDP, mz.Zero1))
+    for (norms, state), (norms1, state1) in zip(ddp, zero1, strict=True):
+        assert max(norms) < 10 and norms1 == pytest.approx(norms, rel=1e-4)
+        for name in state:
+            assert torch.allclose(state[name].float(), state1[name].float(), rtol=0, atol=1e-4), name

@@ -206,7 +206,7 @@ class ShardBucket(Bucket):
     def prepare(self, scale: float) -> None:
         """Each piece's .grad is its part of the mean, in its own dtype and without the loss scale."""
         mean_S = self.grad_S
-        if self.weights.has_master or self.sum_S is not None:
+        if self.weights.has_master or self.sum_S is not None or scale != 1:
             self._set_aside()
             if self.sum_S is not None:
                 self.sum_S /= scale

@@ -37,13 +37,13 @@ class Gradients(Enum):
 class Engine(nn.Module):
     """A module that trains on all ranks of a process group. The steps of the course derive from it."""
 
-    shards_gradients = False  # whether what the optimizer sees of the gradients differs between ranks
+    optimizer_sees_shards = False  # whether what the optimizer sees of the gradients differs between ranks
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, *, precision: str | None,
                  clip_norm: float | None, group: comm.Group | None, loss_scaler: LossScaler | None):  # fmt: skip
         super().__init__()
         checks.check_arguments(module, optimizer, clip_norm, Engine, _engines)
-        if self.shards_gradients:
+        if self.optimizer_sees_shards:
             if optimizer is None:
                 raise TypeError(f"{type(self).__name__} shards the optimizer's state: give it one, {type(self).__name__}(model, optimizer)")
             optim.check_elementwise(type(optimizer), optimizer.defaults)
@@ -138,7 +138,7 @@ class Engine(nn.Module):
 
         for param in self._bucket_of:
             handles = [param.register_post_accumulate_grad_hook(functools.partial(after, param))]
-            if self.shards_gradients:
+            if self.optimizer_sees_shards:
                 handles.append(param.register_hook(functools.partial(before, param)))
             for handle in handles:
                 weakref.finalize(self, handle.remove)
@@ -340,7 +340,7 @@ class Engine(nn.Module):
         if not self._wants_norm:
             return True
         squares = self._squares
-        if not self.shards_gradients:
+        if not self.optimizer_sees_shards:
             squares = [self._own_squares()]
         elif squares is None:
             squares = comm.agree([], self._own_squares(), self.group, self.device)[1]
