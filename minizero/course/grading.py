@@ -6,10 +6,10 @@ import os
 import traceback
 from typing import Any
 
-from minizero.course import progress
 from minizero.course.expect import Expect, excerpt
 from minizero.course.finding import CheckFailed, Finding, NotDone, Untouched, block
 from minizero.course.hints import next_hint
+from minizero.course.progress import record_pass
 from minizero.course.registry import CourseError, Exercise, find
 
 
@@ -26,7 +26,7 @@ def check(name: str, *answers: Any) -> None:
     failure = _judge(exercise, answers, expect)
     if failure is not None:
         raise failure
-    progress.record_pass(name)
+    record_pass(name)
     points = f"{exercise.points} point{'s' * (exercise.points != 1)}"
     print(block("✓", f"{name}   {points}", [("checked", exercise.checked), ("cost", expect.cost())]))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 
-from minizero.course import folders, progress
+from minizero.course.folders import lessons, need_course_root
+from minizero.course.progress import hints_taken, read, record_hint
 from minizero.course.registry import LEVELS, CourseError, Exercise, find
 
 
@@ -21,7 +22,7 @@ def take_hint(name: str, level: int | None = None) -> str:
         level = min(_taken(name) + 1, LEVELS)
     if not isinstance(level, int) or not 1 <= level <= LEVELS:
         raise CourseError(f'hints have levels 1, 2 and 3, and "solution", not {level!r}')
-    progress.record_hint(name, level)
+    record_hint(name, level)
     after = "then the solution: " if level == LEVELS else "the next one: "
     return f"{name}, hint {level} of {LEVELS}\n\n{exercise.hints[level - 1].strip()}\n\n{after}{_how_to_ask(name, level)}"
 
@@ -49,8 +50,8 @@ def solution(name: str) -> str:
     import nbformat
 
     exercise = find(name)
-    root = folders.need_course_root()
-    lesson = next((lesson for lesson in folders.lessons(root) if lesson.topic == exercise.topic), None)
+    root = need_course_root()
+    lesson = next((lesson for lesson in lessons(root) if lesson.topic == exercise.topic), None)
     if lesson is None or not lesson.path("solutions").exists():
         raise CourseError(f"there is no solution of {name} here: solutions/ has no notebook for {exercise.topic}")
     cells = nbformat.read(lesson.path("solutions"), as_version=4).cells
@@ -72,4 +73,4 @@ def owner(cell: dict) -> str | None:
 
 
 def _taken(name: str) -> int:
-    return progress.hints_taken(progress.read().get(name, {}))
+    return hints_taken(read().get(name, {}))

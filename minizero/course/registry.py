@@ -90,7 +90,7 @@ def summary(fn: Callable) -> str:
 
 def load(topic: str | None = None) -> None:
     """Import the checks of one topic, or of all."""
-    from minizero.course import checks
+    import minizero.course.checks as checks
 
     topics = [topic] if topic else [module.name for module in pkgutil.iter_modules(checks.__path__)]
     for each in topics:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from minizero.parts import comm
-from minizero.ranks import shipping
 from minizero.ranks.pool import Pool
 from minizero.ranks.run import RankError, RanksTimeout
+from minizero.ranks.shipping import pack
 
 __all__ = ["RankError", "Ranks", "RanksTimeout", "device", "init", "launch"]
 
@@ -110,7 +110,7 @@ class Ranks:
         if not callable(fn):
             raise TypeError(f"run(fn, *args) needs a function of the rank; got a {type(fn).__name__}: {fn!r:.80}")
         try:
-            payload = shipping.pack((fn, args))
+            payload = pack((fn, args))
         except Exception as error:
             raise TypeError(
                 f"{getattr(fn, '__name__', fn)!s} and its arguments cannot be sent to the ranks: {error}. "

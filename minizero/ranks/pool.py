@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
-from minizero.ranks import worker
+import minizero.ranks.worker as worker
 from minizero.ranks.run import RankError, RanksTimeout, Run, ending, tail
 
 START_TIMEOUT = 120.0  # s, until all ranks have imported torch; apart from the deadline of a run

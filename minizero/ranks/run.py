@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from minizero.parts import calls
-from minizero.ranks import shipping, worker
 from minizero.ranks.diagnosis import State, Verdict, mismatch, standing, verdict
 from minizero.ranks.journal import Story, cell_name, source_line
+from minizero.ranks.shipping import unpack
+from minizero.ranks.worker import INLINE, Answer, Order
 
 GRACE = 0.3  # s that the others get to answer after one rank has failed
 LONG_GRACE = 1.5  # s, if one of them is about to tell more
@@ -58,7 +59,7 @@ class Member:
     ):
         self.rank, self.folder, self.process, self.pipe, self.control = rank, folder, process, pipe, control
         self.story = Story(rank, folder / f"journal-{rank}")
-        self.answer: worker.Answer | None = None
+        self.answer: Answer | None = None
         self.failed_at = math.inf  # on time.monotonic(), which is the same in all processes
         self._printed = {"out": 0, "err": 0}
 
@@ -99,7 +100,7 @@ class Member:
 
     def result(self) -> Any:
         packed = self.answer.payload
-        return shipping.unpack((self.folder / f"result-{self.rank}").read_bytes() if packed is None else packed)
+        return unpack((self.folder / f"result-{self.rank}").read_bytes() if packed is None else packed)
 
     def ending(self) -> str:
         return ending(self.process.exitcode)
@@ -160,10 +161,10 @@ class Run:
     # --- to the ranks and back ----------------------------------------------------------------------
 
     def start(self, payload: bytes, rendezvous: Path | None) -> None:
-        inline = len(payload) <= worker.INLINE
+        inline = len(payload) <= INLINE
         if not inline:
             (self.folder / "payload").write_bytes(payload)
-        order = worker.Order(
+        order = Order(
             self.folder, payload if inline else None, rendezvous, list(sys.path), os.getcwd(), dict(os.environ)
         )
         self.deadline = time.monotonic() + self.timeout

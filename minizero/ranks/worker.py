@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from minizero.parts import calls, comm
-from minizero.ranks import shipping
 from minizero.ranks.journal import Journal, started_threads
+from minizero.ranks.shipping import pack, unpack
 
 SEED = 0
 INLINE = 1 << 15  # bytes that fit into a pipe without a reader at the other end; what is larger travels as a file
@@ -113,7 +113,7 @@ def _run(rank: int, world_size: int, backend: str, device: torch.device, order: 
                 comm.join(backend, rank, world_size, comm.file_store(str(order.rendezvous), world_size), device)
         calls.listeners[:] = [journal, _connections]
         with warnings.catch_warnings():
-            fn, args = shipping.unpack(order.payload or (order.folder / "payload").read_bytes())
+            fn, args = unpack(order.payload or (order.folder / "payload").read_bytes())
             result = fn(rank, *args)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -147,7 +147,7 @@ def _end_a_fork(pid: int, error: BaseException | None = None) -> None:
 
 def _packed(result: Any, rank: int) -> bytes:
     try:
-        return shipping.pack(result)
+        return pack(result)
     except Exception as error:
         raise TypeError(
             f"rank {rank} returned a {type(result).__name__} that cannot be sent to the parent process ({error}): "
