@@ -7,6 +7,8 @@ from minizero.lens.traffic import record_traffic
 from minizero.parts.precision import LossScaler
 from minizero.ranks import RankError, Ranks, RanksTimeout, device, init, launch
 from minizero.zero1 import ShardedOptimizer, Zero1
+from minizero.zero2 import Zero2
+from minizero.zero3 import Zero3
 
 __all__ = [
     "DDP",
@@ -16,6 +18,8 @@ __all__ = [
     "RanksTimeout",
     "ShardedOptimizer",
     "Zero1",
+    "Zero2",
+    "Zero3",
     "device",
     "init",
     "launch",

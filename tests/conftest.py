@@ -5,8 +5,11 @@ import os
 
 import psutil
 import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import minizero as mz
+from minizero.parts import comm
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,6 +37,14 @@ def ranks(no_process_left):
     yield warm
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def rank_0_of_64():
+    """A process group that pretends: this process is rank 0, and nobody answers."""
+    comm.join("fake", 0, 64, FakeStore(), torch.device("cpu"))
+    yield
+    comm.leave()
 
 
 def children(pid=None):

@@ -6,11 +6,15 @@ over the batch, so that the mean of N ranks' losses is the loss of the whole bat
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+import minizero as mz
+from minizero.model import GPT
 
 
 class Awkward(nn.Module):
@@ -159,6 +163,43 @@ class Checkpointed(nn.Module):
         return x
 
 
+class Lone(nn.Module):
+    """One parameter and nothing else: the output is a multiple of it."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values)
+
+    def forward(self, factor: float | Tensor = 1.0) -> Tensor:
+        return self.weight * factor
+
+
+class Recomputed(nn.Module):
+    """A block that keeps its input alone, and computes itself again in backward."""
+
+    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.use_reentrant = block, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+class SmallGPT(nn.Module):
+    """The course's language model. It makes its tokens of real numbers."""
+
+    shape = (12,)
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.gpt = GPT.preset("nano", width=16, context=12, tied=True)
+        if use_reentrant is not None:
+            self.gpt.blocks = nn.ModuleList(Recomputed(block, use_reentrant) for block in self.gpt.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gpt((x * 20).long() % 70) / 10
+
+
 ALL: dict[str, Callable[[], nn.Module]] = {
     "awkward": Awkward,
     "few": Few,
@@ -170,12 +211,34 @@ ALL: dict[str, Callable[[], nn.Module]] = {
     "checkpointed reentrant": lambda: Checkpointed(True),
     "checkpointed reentrant once": lambda: Checkpointed(True, uses=1),
 }
+LARGER: dict[str, Callable[[], nn.Module]] = {
+    "batchnorm": ConvNet,
+    "gpt": SmallGPT,
+    "gpt checkpointed": lambda: SmallGPT(False),
+    "gpt checkpointed reentrant": lambda: SmallGPT(True),
+}
 
 
 def build(name: str, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    model = ALL[name]()
+    model = (ALL | LARGER)[name]()
     return model.to(dtype) if dtype is not None else model
+
+
+def in_groups(model: nn.Module, optimizer_class: type, **settings: object) -> torch.optim.Optimizer:
+    """Two groups with a learning rate and a decay of their own, the parameters not in the model's order."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    return optimizer_class([{"params": rest[::-1], "weight_decay": 0.0}, {"params": matrices, "lr": 0.02, "weight_decay": 0.1}], lr=0.01, **settings)
+
+
+LOCAL_ENGINES = [mz.DDP, mz.Zero1]  # they keep whole gradients between two backwards, and so have a no_sync()
+WHOLE_ENGINES = [mz.DDP, mz.Zero1, mz.Zero2]  # they keep whole weights
+
+
+def without_sync(engine):
+    """Around a backward that only accumulates: no_sync() where the step has it; the others reduce every backward."""
+    return engine.no_sync() if isinstance(engine, tuple(LOCAL_ENGINES)) else contextlib.nullcontext()
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -212,8 +275,15 @@ def _tensors(output: object) -> list[Tensor]:
     return [tensor for item in output for tensor in _tensors(item)] if isinstance(output, (list, tuple)) else []
 
 
+def gathered(model: nn.Module, *modules: nn.Module) -> contextlib.AbstractContextManager:
+    """In it the weights of an engine can be read, whoever holds them; those of a plain module always can. A call of all ranks."""
+    return model.gathered(*modules) if hasattr(model, "gathered") else contextlib.nullcontext()
+
+
 def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    """Copies of the whole weights, of an engine or of a plain module. Of an engine it's a call of all ranks."""
+    with gathered(model):
+        return [p.detach().clone() for p in model.parameters()]
 
 
 def grads(model: nn.Module) -> dict[str, Tensor | None]:

@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
+    LOCAL_ENGINES,
     Checkpointed,
     ConvNet,
+    Lone,
     build,
     distance,
+    gathered,
     grads,
     loss_of,
     mean_grads,
@@ -24,6 +27,7 @@ from models import (
     same,
     share,
     weights,
+    without_sync,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +36,7 @@ import minizero as mz
 
 BUCKET_MB = 2e-4  # some 26 numbers in float64: several buckets for most models here
 
-ENGINES = [mz.DDP, mz.Zero1]  # each step of the course joins here
+ENGINES = [mz.DDP, mz.Zero1, mz.Zero2, mz.Zero3]  # each step of the course joins here
 
 pytestmark = pytest.mark.parametrize("engine_type", ENGINES, ids=lambda engine: engine.__name__)
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -93,8 +97,8 @@ def steps_without_backward(rank, engine_type):
     model = build("awkward")
     engine = wrap(engine_type, model, sgd(model, momentum=0.9, weight_decay=0.1))
     train(engine, 2, 0, 1)
-    before = weights(model)
-    return engine.step(), engine.step(), same(before, weights(model)), all(p.grad is None for p in model.parameters())
+    before = weights(engine)
+    return engine.step(), engine.step(), same(before, weights(engine)), all(p.grad is None for p in model.parameters())
 
 
 @world_sizes
@@ -103,13 +107,14 @@ def test_a_step_without_a_backward_moves_nothing(ranks, engine_type, world_size)
 
 
 def around_call(rank, engine_type, world_size):
-    """Through a method of the model, without engine(…): weights are full and hooks are the parameters' own."""
+    """Through the model itself, without engine(…): hooks are the parameters' own, and the units'."""
     model = build("awkward", torch.float64)
     engine = wrap(engine_type, model)
+    forward = model if engine_type is mz.Zero3 else model.forward  # whose weights are there when a unit is called
     for step in range(10):
-        engine.backward(loss_of(model.forward, share(rows(model, step, 12), rank, world_size)))
+        engine.backward(loss_of(forward, share(rows(model, step, 12), rank, world_size)))
         engine.step()
-    return distance(weights(model), alone())
+    return distance(weights(engine), alone())
 
 
 @world_sizes
@@ -120,15 +125,14 @@ def test_the_forward_may_go_around_the_engine(ranks, engine_type, world_size):
 # --- unused, frozen and shared parameters ---------------------------------------------------------------
 
 
-def in_one_micro_batch_only(rank, engine_type, world_size, synced):
+def in_one_micro_batch_only(rank, engine_type, world_size):
     """Expert 0 is used in the first micro-batch only, expert 1 in the second only, expert 2 on rank 0 in the first only."""
     model, reference = build("experts", torch.float64), build("experts", torch.float64)
-    engine = wrap(engine_type, model)
+    engine = wrap(engine_type, model, **({"units": []} if engine_type is mz.Zero3 else {}))  # all ranks run the same units
     batches = [rows(model, i, 12) for i in range(2)]
     runs = [lambda r: (0, 2) if r == 0 else (0,), lambda r: (1,)]
     for i, x in enumerate(batches):
-        with contextlib.nullcontext() if synced or i == 1 else engine.no_sync():
-            engine.backward(loss_of(engine, share(x, rank, world_size), runs[i](rank)))
+        engine.backward(loss_of(engine, share(x, rank, world_size), runs[i](rank)))
     for i, x in enumerate(batches):
         for r in range(world_size):
             (loss_of(reference, share(x, r, world_size), runs[i](r)) / world_size).backward()
@@ -136,9 +140,8 @@ def in_one_micro_batch_only(rank, engine_type, world_size, synced):
 
 
 @world_sizes
-@pytest.mark.parametrize("synced", [False, True], ids=["no_sync", "every backward"])
-def test_a_parameter_used_in_one_micro_batch_only_keeps_its_gradient(ranks, engine_type, synced, world_size):
-    assert max(ranks(world_size).run(in_one_micro_batch_only, engine_type, world_size, synced)) <= 1e-12
+def test_a_parameter_used_in_one_micro_batch_only_keeps_its_gradient(ranks, engine_type, world_size):
+    assert max(ranks(world_size).run(in_one_micro_batch_only, engine_type, world_size)) <= 1e-12
 
 
 def partly_frozen(rank, engine_type, world_size):
@@ -150,13 +153,14 @@ def partly_frozen(rank, engine_type, world_size):
             layer.weight.requires_grad_(False)
         frozen = [layer.weight.clone() for layer in (model[0], model[2], model[4])]
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+        trained = wrap(engine_type, model, optimizer) if distributed else model
         if distributed:
-            train(wrap(engine_type, model, optimizer), 10, rank, world_size)
+            train(trained, 10, rank, world_size)
         else:
             train_alone(model, optimizer, 10)
-        assert same(frozen, [model[i].weight for i in (0, 2, 4)])
         assert all(model[i].weight.grad is None for i in (0, 2, 4))
-        result.append(weights(model))
+        result.append(weights(trained))
+        assert same(frozen, result[-1][::2])
     return distance(*result)
 
 
@@ -191,14 +195,15 @@ def tied(rank, engine_type, world_size):
     buckets = {op.unit for op in traffic.ops if op.unit.startswith("bucket")}
     train(engine, 9, rank, world_size, first=1)
     train_alone(reference, sgd(reference), 10)
-    return len(arrivals), len(traffic.ops), len(buckets), model.out.weight is model.embed.weight, distance(weights(model), weights(reference))
+    return len(arrivals), len(traffic.ops), len(buckets), model.out.weight is model.embed.weight, distance(weights(engine), weights(reference))
 
 
 @world_sizes
 def test_a_tied_weight_is_reduced_once_when_both_its_uses_are_summed(ranks, engine_type, world_size):
     for arrivals, ops, buckets, one, difference in ranks(world_size).run(tied, engine_type, world_size):
         assert arrivals == 10 and one
-        assert (ops, buckets) == ((2 * 4 + 1, 4) if world_size > 1 else (0, 0))
+        expected = (3 + 1, 0) if engine_type is mz.Zero3 else (2 * 4 + 1, 4)  # where the model is one unit
+        assert (ops, buckets) == (expected if world_size > 1 else (0, 0))
         assert difference <= 1e-9
 
 
@@ -258,7 +263,7 @@ def batch_norm(rank, engine_type, world_size):
     statistics = list(model.norm.buffers())
     engine.eval()
     engine.backward(loss_of(engine, rows(model, 0, 4)))  # in eval mode nothing is sent but gradients
-    return [b.dtype for b in model.buffers()] == dtypes, model.norm.num_batches_tracked.item(), weights(model), statistics
+    return [b.dtype for b in model.buffers()] == dtypes, model.norm.num_batches_tracked.item(), weights(engine), statistics
 
 
 @world_sizes
@@ -298,7 +303,7 @@ def incomplete_window(rank, engine_type):
     lrs, traffic_of = [], []
     for i in range(7):
         boundary = i % 3 == 2 or i == 6
-        with mz.record_traffic() as traffic, contextlib.nullcontext() if boundary else engine.no_sync():
+        with mz.record_traffic() as traffic, contextlib.nullcontext() if boundary else without_sync(engine):
             engine.backward(loss_of(engine, rows(model, i, 4)))
         traffic_of.append(bool(traffic.ops))
         if boundary:
@@ -309,7 +314,8 @@ def incomplete_window(rank, engine_type):
 
 
 def test_seven_micro_batches_in_windows_of_three_are_three_updates(ranks, engine_type):
-    assert ranks(2).run(incomplete_window, engine_type) == [([0.1, 0.05, 0.025], [False, False, True, False, False, True, True])] * 2
+    sends = [False, False, True, False, False, True, True] if engine_type in LOCAL_ENGINES else [True] * 7
+    assert ranks(2).run(incomplete_window, engine_type) == [([0.1, 0.05, 0.025], sends)] * 2
 
 
 # --- clearing gradients -----------------------------------------------------------------------------------
@@ -329,22 +335,18 @@ def cleared_batches(rank, engine_type, world_size, who, to_none, when):
     engine = wrap(engine_type, model)
     for step in range(10):
         wrong = loss_of(engine, 5 * share(rows(model, 100 + step, 12), rank, world_size))
-        if when == "after no_sync":
-            with engine.no_sync():
-                engine.backward(wrong)
-        else:
-            engine.backward(wrong)
+        engine.backward(wrong)
         if when == "after sync_gradients":
             engine.sync_gradients()
         clear(engine, who, to_none)
         if step == 5:
             clear(engine, who, to_none)
         train(engine, 1, rank, world_size, first=step)
-    return distance(weights(model), alone())
+    return distance(weights(engine), alone())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("when", ["after backward", "after sync_gradients", "after no_sync"])
+@pytest.mark.parametrize("when", ["after backward", "after sync_gradients"])
 @pytest.mark.parametrize("clearing", CLEARINGS)
 def test_an_abandoned_batch_is_cleared_whoever_clears_it(ranks, engine_type, clearing, when, world_size):
     assert max(ranks(world_size).run(cleared_batches, engine_type, world_size, *CLEARINGS[clearing], when)) <= 1e-9
@@ -353,7 +355,7 @@ def test_an_abandoned_batch_is_cleared_whoever_clears_it(ranks, engine_type, cle
 def cleared_before_the_step(rank, engine_type, who, to_none, synced):
     model = build("awkward")
     engine = wrap(engine_type, model, sgd(model, momentum=0.9, weight_decay=0.1))
-    before = weights(model)
+    before = weights(engine)
     engine.backward(loss_of(engine, rows(model, rank, 4)))
     if synced:
         engine.sync_gradients()
@@ -365,7 +367,7 @@ def cleared_before_the_step(rank, engine_type, who, to_none, synced):
     optimizer.zero_grad(set_to_none=to_none)
     optimizer.step()
     assert same(before, weights(plain)) == to_none
-    return same(weights(model), weights(plain))
+    return same(weights(engine), weights(plain))
 
 
 @world_sizes
@@ -379,19 +381,18 @@ def clearings_that_fail(rank, engine_type, precision):
     """After one or two backwards, synchronised or not; then a step, with and without another backward before it."""
     failed = []
     for who, to_none, synced, backwards, again in itertools.product(("engine", "module", "optimizer"), (True, False), (False, True), (1, 2), (False, True)):
-        param = nn.Parameter(torch.ones(70))
-        engine = engine_type(nn.ParameterList([param]), torch.optim.SGD([param], lr=1.0, weight_decay=0.5), precision=precision,
-                             loss_scaler=mz.LossScaler(4.0))  # fmt: skip
+        model = Lone(torch.ones(70))
+        engine = engine_type(model, sgd(model, lr=1.0, weight_decay=0.5), precision=precision, loss_scaler=mz.LossScaler(4.0))
         for _ in range(backwards):
-            engine.backward(engine.module[0].float().sum() * 3)
+            engine.backward(engine().float().sum() * 3)
         if synced:
             engine.sync_gradients()
         clear(engine, who, to_none)
         if again:
-            engine.backward(engine.module[0].float().sum() / 4)
+            engine.backward(engine().float().sum() / 4)
         engine.step()
         expected = 1 - 0.25 - 0.5 if again else 1.0 if to_none else 1 - 0.5  # zeros are gradients: they decay
-        if engine.state_dict()["0"].unique().tolist() != [expected]:
+        if engine.state_dict()["weight"].unique().tolist() != [expected]:
             failed.append((who, to_none, synced, backwards, again))
     return failed
 
@@ -419,7 +420,7 @@ def edited_gradients(rank, engine_type, world_size, how):
     engine.step()
     sgd(reference).step()
     norm = torch.nn.utils.get_total_norm([q.grad for q in reference.parameters() if q.grad is not None]).item()
-    return distance(weights(model), weights(reference)), abs(engine.grad_norm - norm)
+    return distance(weights(engine), weights(reference)), abs(engine.grad_norm - norm)
 
 
 @world_sizes
@@ -444,7 +445,7 @@ def clipped(rank, engine_type, world_size, clip_norm):
         optimizer.step()
         optimizer.zero_grad()
         norms.append((engine.grad_norm, norm.item()))
-    return distance(weights(model), weights(reference)), max(abs(a - b) for a, b in norms), [norm for norm, _ in norms]
+    return distance(weights(engine), weights(reference)), max(abs(a - b) for a, b in norms), [norm for norm, _ in norms]
 
 
 @world_sizes
@@ -461,24 +462,25 @@ def not_finite(rank, engine_type, world_size, clip_norm, value):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     engine = wrap(engine_type, model, optimizer, clip_norm=clip_norm)
     train(engine, 2, rank, world_size)
-    before, state = weights(model), copy.deepcopy(optimizer.state_dict()["state"])
+    before, state = weights(engine), copy.deepcopy(optimizer.state_dict()["state"])
     loss = loss_of(engine, share(rows(model, 2, 12), rank, world_size))
     engine.backward(loss * (value if rank == world_size - 1 else 1.0))
     updated = engine.step()
-    unmoved = same(before, weights(model)) and all(
+    unmoved = same(before, weights(engine)) and all(
         torch.equal(a, b)
         for old, new in zip(state.values(), optimizer.state_dict()["state"].values(), strict=True)
         for a, b in zip(old.values(), new.values(), strict=True)
     )
     norm, cleared = engine.grad_norm, all(p.grad is None for p in model.parameters())
     train(engine, 2, rank, world_size, first=2)
-    return updated, unmoved, math.isfinite(norm), cleared, engine.skipped, math.isfinite(engine.grad_norm), weights(model)
+    return updated, unmoved, math.isfinite(norm), cleared, engine.skipped, math.isfinite(engine.grad_norm), weights(engine)
 
 
 def as_if_never(rank, engine_type, world_size):
     model = build("awkward")
-    train(wrap(engine_type, model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)), 4, rank, world_size)
-    return weights(model)
+    engine = wrap(engine_type, model, torch.optim.AdamW(model.parameters(), weight_decay=0.1))
+    train(engine, 4, rank, world_size)
+    return weights(engine)
 
 
 @world_sizes
@@ -494,7 +496,7 @@ def not_finite_without_clip_norm(rank, engine_type):
     model = mlp(3, 2)
     engine = wrap(engine_type, model)
     engine.backward(engine(torch.ones(1, 3)).sum() * (math.nan if rank == 0 else 1.0))
-    return engine.step(), engine.skipped, engine.grad_norm, model[0].weight.isnan().all().item()
+    return engine.step(), engine.skipped, engine.grad_norm, weights(engine)[0].isnan().all().item()
 
 
 def test_without_clip_norm_it_does_as_plain_pytorch_does(ranks, engine_type):
@@ -540,10 +542,10 @@ def scheduled(rank, engine_type, world_size, optimizer_class):
                 train_alone(model, optimizer, 1, first=step)
             scheduler.step()
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
-        before = weights(model)
+        before = weights(engine or model)
         if distributed:
             train(engine, 1, rank, world_size)
-            assert same(before, weights(model))
+            assert same(before, weights(engine))
         result.append(before)
     return distance(*result)
 
@@ -560,13 +562,17 @@ def late_optimizer(rank, engine_type, world_size):
     optimizers = [sgd(m, momentum=0.9) for m in (model, reference)]
     for m, optimizer in zip((model, reference), optimizers, strict=True):
         train_alone(m, optimizer, 2)
-    train(wrap(engine_type, model, optimizers[0]), 8, rank, world_size, first=2)
+    engine = wrap(engine_type, model, optimizers[0])
+    train(engine, 8, rank, world_size, first=2)
     train_alone(reference, optimizers[1], 8, first=2)
 
     part = build("awkward", torch.float64)
     before = part.last.weight.clone()
-    train(wrap(engine_type, part, torch.optim.SGD(part.first.parameters(), lr=0.1), clip_norm=1.0), 2, rank, world_size)
-    return distance(weights(model), weights(reference)), torch.equal(before, part.last.weight), part.last.weight.grad is None
+    partly = wrap(engine_type, part, torch.optim.SGD(part.first.parameters(), lr=0.1), clip_norm=1.0)
+    train(partly, 2, rank, world_size)
+    with gathered(partly):
+        unmoved = torch.equal(before, part.last.weight)
+    return distance(weights(engine), weights(reference)), unmoved, part.last.weight.grad is None
 
 
 @world_sizes
@@ -600,7 +606,7 @@ def test_models_with_nothing_to_train_do_nothing(ranks, engine_type, world_size)
 
 
 def twice(rank, engine_type, world_size, direct):
-    """One graph, two backwards; then one more gradient in no_sync."""
+    """One graph, two backwards, the first without a reduction where the step can."""
     model, reference = build("awkward", torch.float64), build("awkward", torch.float64)
     engine = wrap(engine_type, model)
     x = share(rows(model, 0, 12), rank, world_size)
@@ -609,7 +615,7 @@ def twice(rank, engine_type, world_size, direct):
         loss.backward(retain_graph=True)
         loss.backward()
     else:
-        with engine.no_sync():
+        with without_sync(engine):
             loss.backward(retain_graph=True)
         engine.backward(loss)
     for _ in range(2):
@@ -658,7 +664,7 @@ def with_a_penalty(rank, engine_type, world_size):
         penalised(reference, x).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return distance(weights(model), weights(reference))
+    return distance(weights(engine), weights(reference))
 
 
 @world_sizes
@@ -672,7 +678,7 @@ def with_create_graph(rank, engine_type, world_size):
     error = refusal(loss_of(engine, rows(model, 0, 12)).backward, create_graph=True)
     engine.zero_grad()
     train(engine, 10, rank, world_size)
-    return error, distance(weights(model), alone())
+    return error, distance(weights(engine), alone())
 
 
 @world_sizes
@@ -716,7 +722,7 @@ def checkpointed_whole(rank, engine_type, world_size, use_reentrant, direct, cal
     """The whole model in one checkpoint, with the engine inside or outside of it."""
     model, reference = build("awkward", torch.float64), build("awkward", torch.float64)
     engine = wrap(engine_type, model)
-    for step in range(10):
+    for step in range(5):
         for i in range(2):  # accumulated
             x = share(rows(model, step + 100 * i, 12), rank, world_size).requires_grad_()
             loss = sum(loss_of(lambda x: checkpoint(engine, x, use_reentrant=use_reentrant), x) for _ in range(calls))
@@ -725,7 +731,7 @@ def checkpointed_whole(rank, engine_type, world_size, use_reentrant, direct, cal
         engine.step()
         sgd(reference).step()
         reference.zero_grad()
-    return distance(weights(model), weights(reference))
+    return distance(weights(engine), weights(reference))
 
 
 @world_sizes
@@ -742,14 +748,14 @@ def blocks_checkpointed(rank, engine_type, world_size, use_reentrant):
     model = Checkpointed(use_reentrant).double()
     reference = copy.deepcopy(model)
     engine = wrap(engine_type, model, sgd(model, lr=0.01))
-    for step in range(10):
+    for step in range(5):
         for i in range(2):
             loss_of(engine, share(rows(model, step + 100 * i, 12), rank, world_size)).backward()
             loss_of(reference, rows(model, step + 100 * i, 12)).backward()
         engine.step()
         sgd(reference, lr=0.01).step()
         reference.zero_grad()
-    return distance(weights(model), weights(reference))
+    return distance(weights(engine), weights(reference))
 
 
 @world_sizes
@@ -846,15 +852,15 @@ def accidents(rank, engine_type, world_size, where, direct):
                 with torch.no_grad():
                     engine(x)
         train(engine, 1, rank, world_size, first=step)
-    return distance(weights(model), alone())
+    return distance(weights(engine), alone())
 
 
+# Elsewhere means that rank 1 raises before any gradient arrives: only engine.backward() knows then that a backward had begun.
 @world_sizes
-@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
-@pytest.mark.parametrize("where", ["forward", "abandoned", "late", "elsewhere"])
+@pytest.mark.parametrize(("where", "direct"), [
+    *[(where, False) for where in ("forward", "abandoned", "late", "elsewhere")], *[(where, True) for where in ("forward", "abandoned", "late")],
+])  # fmt: skip
 def test_after_an_exception_in_forward_or_backward_the_next_step_is_right(ranks, engine_type, where, direct, world_size):
-    if where == "elsewhere" and direct:
-        pytest.skip("rank 1 raises before any gradient arrives: only engine.backward() knows that a backward had begun")
     assert max(ranks(world_size).run(accidents, engine_type, world_size, where, direct)) <= 1e-9
 
 
@@ -862,37 +868,19 @@ def accident_between_micro_steps(rank, engine_type, world_size):
     """The second of three backwards raises before any gradient. As in plain PyTorch, the other two count."""
     model = nn.Linear(3, 1, bias=False).double()
     engine = engine_type(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    before = weights(model)
+    before = weights(engine)
     for x in (1.0, 2.0, 4.0):
         loss = engine(torch.full((1, 3), x * (1 + rank), dtype=torch.float64)).sum()
         with accident_at(loss, here=x == 2):
             refusal(engine.backward, loss)
     engine.step()
-    return (before[0] - weights(model)[0]).flatten().tolist()
+    return (before[0] - weights(engine)[0]).flatten().tolist()
 
 
 @world_sizes
 def test_a_backward_that_raises_takes_nothing_from_those_before_and_after(ranks, engine_type, world_size):
     mean = 5.0 * sum(range(1, world_size + 1)) / world_size
     assert ranks(world_size).run(accident_between_micro_steps, engine_type, world_size) == [pytest.approx([mean] * 3)] * world_size
-
-
-def accident_in_no_sync(rank, engine_type, world_size):
-    """On one rank only: inside no_sync nobody waits for it."""
-    model = build("awkward", torch.float64)
-    engine = wrap(engine_type, model)
-    with engine.no_sync(), accident_at(model.first.weight, here=rank == world_size - 1):
-        error = refusal(engine.backward, loss_of(engine, share(rows(model, 100, 12), rank, world_size)))
-    engine.zero_grad()
-    train(engine, 10, rank, world_size)
-    return error, distance(weights(model), alone())
-
-
-@world_sizes
-def test_after_an_exception_on_one_rank_inside_no_sync_the_next_step_is_right(ranks, engine_type, world_size):
-    results = ranks(world_size).run(accident_in_no_sync, engine_type, world_size)
-    assert [error for error, _ in results] == [None] * (world_size - 1) + ["Accident: in a hook"]
-    assert max(difference for _, difference in results) <= 1e-9
 
 
 def one_rank_raises(rank, engine_type):
@@ -916,7 +904,7 @@ def uneven_batches(rank, engine_type):
 
 
 def test_uneven_numbers_of_batches_are_an_error_and_no_hang(ranks, engine_type):
-    with pytest.raises(mz.RanksTimeout, match=r"rank 0 waits in reduce_scatter .*bucket 0.*rank 1 has finished"):
+    with pytest.raises(mz.RanksTimeout, match=r"rank 0 waits in (reduce_scatter .*bucket 0|all_gather .*root).*rank 1 has finished"):
         ranks(2).run(uneven_batches, engine_type)
 
 
@@ -938,7 +926,7 @@ def with_evaluations(rank, engine_type, world_size, mode):
         if rank == 0:
             evaluate(engine, mode)
         engine.step()
-    return distance(weights(model), alone())
+    return distance(weights(engine), alone())
 
 
 def evaluate(engine, mode):
@@ -955,7 +943,11 @@ def evaluate(engine, mode):
 
 @world_sizes
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
-def test_one_rank_may_evaluate_at_any_time(ranks, engine_type, mode, world_size):
+def test_one_rank_may_evaluate_at_any_time_where_it_has_the_weights(ranks, engine_type, mode, world_size):
+    if engine_type is mz.Zero3 and world_size > 1:
+        with pytest.raises(mz.RankError, match=r"all_gather .*unit root"):
+            ranks(world_size).run(with_evaluations, engine_type, world_size, mode)
+        return
     assert max(ranks(world_size).run(with_evaluations, engine_type, world_size, mode)) <= 1e-9
 
 
@@ -979,7 +971,7 @@ def two_players(rank, engine_type, world_size):
             (g if wrapped else optimizers[0]).step()
             (g if wrapped else optimizers[0]).zero_grad()
             (d if wrapped else optimizers[1]).zero_grad()
-        return [*weights(generator), *weights(discriminator)]
+        return [*weights(g), *weights(d)]
 
     return distance(play(True), play(False))
 
@@ -999,7 +991,7 @@ def with_dropout(rank, engine_type):
     for step in range(5):
         engine.backward(engine(rows(model, step, 4)).sum())
         engine.step()
-    return masks[0], weights(model)
+    return masks[0], weights(engine)
 
 
 def test_ranks_may_draw_other_random_numbers(ranks, engine_type):
@@ -1014,7 +1006,7 @@ def in_turns(rank, engine_type):
     train(first, 5, rank, 2)
     train(second, 10, rank, 2)
     train(first, 5, rank, 2, first=5)
-    return distance(weights(first.module), alone()), same(weights(first.module), weights(second.module))
+    return distance(weights(first), alone()), same(weights(first), weights(second))
 
 
 def test_engines_do_not_disturb_each_other(ranks, engine_type):
@@ -1032,7 +1024,7 @@ def on_a_gpu(rank, engine_type, world_size):
         x = share(rows(model, step, 12), rank, world_size).to(mz.device())
         engine.backward(loss_of(engine, x))
         engine.step()
-    return distance([w.cpu() for w in weights(model)], alone(5))
+    return distance([w.cpu() for w in weights(engine)], alone(5))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

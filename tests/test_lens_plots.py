@@ -55,6 +55,27 @@ COMB = {
     "activations": [MB * min(i, 40 - i) / 4 for i in range(40)],
     "comm": [0] * 40,
 }
+PHASES = ("forward", "backward", "step")
+RUNS = {
+    "ZeRO-1": (
+        [0, 2, 4, 6],
+        {"params": [MB] * 4, "grads": [2 * MB] * 4, "activations": [0, 3 * MB, 2 * MB, 0]},
+        [3, 5, 6],
+    ),
+    "ZeRO-2": (
+        [0, 1, 2, 3],
+        {"params": [MB] * 4, "grads": [0, 0, MB, MB], "activations": [0, MB, 2 * MB, 0]},
+        [1, 3, 4],
+    ),
+}
+MUSIC = [
+    *[(what, unit) for unit in ("root", "blocks.0") for what in ("gather", "forward")],
+    ("free", "blocks.0"),
+    *[(what, "blocks.1") for what in ("gather", "forward", "free")],
+    *[("forward", "root"), ("free", "root"), ("gather", "root"), ("backward", "root")],
+    *[(what, f"blocks.{i}") for i in (1, 0) for what in ("gather", "backward", "reduce", "free")],
+    *[("backward", "root"), ("reduce", "root"), ("free", "root")],
+]
 WHATS = ["gather", "forward", "backward", "reduce", "free", "step", "wait", "copy", "all_reduce"]
 NS = [2, 3, 4, 8, 16, 32, 64]
 PICTURES = {
@@ -84,6 +105,10 @@ PICTURES = {
     "shards": lambda: shards((50, 10, 80), world_size=3),
     "shards of many": lambda: shards((1, 1000, 7, 3), world_size=8),
     "log": lambda: plots.curve([1e7, 1e8, 1e9], {"DDP": [5, 3, 2], "ZeRO-3": [9, 4, 2]}, "bytes/s", "s", log_x=True),
+    "phases": lambda: plots.memory_phases(PHASES, RUNS, "One step"),
+    "peaks side by side": lambda: plots.memory_phases(PHASES, dict.fromkeys(("DDP", "a", "b"), RUNS["ZeRO-2"])),
+    "score": lambda: plots.score(MUSIC, "One step of ZeRO-3"),
+    "score of one unit": lambda: plots.score([("gather", "root"), ("forward", "root"), ("free", "root")]),
 }
 
 
@@ -464,3 +489,68 @@ def test_a_line_named_after_a_kind_has_its_colour_and_others_have_none_of_these(
 def test_wrong_arguments_are_named(draw, message):
     with pytest.raises(ValueError, match=message):
         draw()
+
+
+# Phases -----------------------------------------------------------------------------------------------------------
+
+
+def test_phases_mark_the_peak_of_every_run():
+    figure = PICTURES["phases"]()
+    assert {"ZeRO-1, peak 6.0 MB", "ZeRO-2, peak 4.0 MB", *PHASES} <= set(words(figure))
+    dots = [line.get_xydata()[0].tolist() for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert dots == [pytest.approx([2 / 3, 6]), pytest.approx([1.5, 4])]
+
+
+def test_phases_are_as_wide_in_every_run():
+    figure = PICTURES["phases"]()
+    (total,) = [line for line in figure.axes[0].lines if line.get_drawstyle() == "steps-post"]
+    assert total.get_xdata() == pytest.approx([0, 2 / 3, 1.5, 3])  # 0, 2, 4 and 6 of phases that end at 3, 5 and 6
+    assert total.get_ydata() == pytest.approx([3, 6, 5, 3])
+
+
+def test_only_the_last_run_of_phases_is_stacked_by_kind():
+    figure = PICTURES["phases"]()
+    bands = [to_hex(band.get_facecolor()[0]) for band in figure.axes[0].collections]
+    assert bands == [plots.COLOURS[kind].lower() for kind in ("params", "grads", "activations")]
+    tops = [band.get_paths()[0].vertices[:, 1].max() for band in figure.axes[0].collections]
+    assert tops == [1, 2, 4]
+
+
+def test_phases_that_do_not_fit_their_run_are_refused():
+    times, by_kind, ends = RUNS["ZeRO-1"]
+    with pytest.raises(ValueError, match="'ZeRO-1' has 2 ends for 3 phases"):
+        plots.memory_phases(PHASES, {"ZeRO-1": (times, by_kind, ends[:2])})
+    with pytest.raises(ValueError, match="'params' of 'ZeRO-1' has 4 values for 3 times"):
+        plots.memory_phases(PHASES, {"ZeRO-1": (times[:3], by_kind, ends)})
+    with pytest.raises(ValueError, match="runs is empty"):
+        plots.memory_phases(PHASES, {})
+
+
+# Sheet music ------------------------------------------------------------------------------------------------------
+
+
+def test_every_note_of_a_score_is_as_long_and_comes_after_the_one_before():
+    figure = plots.score(MUSIC)
+    notes = [p for p in figure.axes[0].patches if to_hex(p.get_facecolor()) != plots.COLOURS["params"].lower()]
+    played = [unit for what, unit in MUSIC if what != "free"]
+    rows = [round(note.get_y() + note.get_height() / 2) for note in notes]
+    assert [(note.get_x(), note.get_width()) for note in notes] == [(i, 1) for i in range(len(played))]
+    assert rows == [["root", "blocks.0", "blocks.1"].index(unit) for unit in played]
+
+
+def test_a_unit_is_underlined_from_gather_to_free():
+    bars = boxes(plots.score(MUSIC), plots.COLOURS["params"])
+    spans = sorted((round(bar.get_y()), bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
+    assert spans == [(0, 0, 7), (0, 7, 17), (1, 2, 4), (1, 12, 15), (2, 4, 6), (2, 9, 12)]
+
+
+def test_weights_that_nobody_frees_stay_to_the_end():
+    (bar,) = boxes(plots.score([("gather", "a"), ("forward", "a"), ("forward", "b")]), plots.COLOURS["params"])
+    assert (bar.get_x(), bar.get_width()) == (0, 3)
+
+
+def test_an_event_that_is_no_note_is_refused():
+    with pytest.raises(ValueError, match=r"unknown events: \['step'\]; choose from gather, forward, back"):
+        plots.score([("step", "root")])
+    with pytest.raises(ValueError, match="events is empty"):
+        plots.score([])

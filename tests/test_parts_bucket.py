@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minizero.parts import kinds
-from minizero.parts.bucket import Bucket, ShardBucket, State, partition
+from minizero.parts import flat, kinds
+from minizero.parts.bucket import Bucket, ShardBucket, State, TransientBucket, partition
 from minizero.parts.flat import FlatShard
+from minizero.parts.freed import FreedGradient
 
 MB = 2**20
 
@@ -151,25 +152,39 @@ def test_a_gradient_cleared_after_the_reduction_is_none_and_one_set_by_hand_is_o
 # --- a bucket of which a rank keeps its shard ------------------------------------------------------------
 
 
-def shard_bucket(rank=0, world_size=2, dtype=torch.float32, master=False):
+def shard_bucket(kind=ShardBucket, rank=0, world_size=2, dtype=torch.float32, master=False):
     """Two parameters of 40 and 5 elements: 64 + 32, so that on two ranks the border, at 64, lies between them."""
     params = parameters(40, 5, dtype=dtype)
     weights = FlatShard("bucket 0", params, rank, world_size, master=master)
-    return ShardBucket("bucket 0", params, weights, rank, world_size), params
+    names = [dict(zip(params, "ab", strict=True))] if kind is TransientBucket else []
+    return kind("bucket 0", params, weights, rank, world_size, *names), params
+
+
+both_kinds = pytest.mark.parametrize("kind", [ShardBucket, TransientBucket], ids=lambda kind: kind.__name__)
+
+
+def arrives(bucket, param, value):
+    """What autograd and the hooks do when a parameter's gradient is there."""
+    bucket.before_accumulation(param)
+    grad = torch.full_like(param, value)
+    param.grad = grad if param.grad is None else param.grad + grad
+    bucket.take(param)
 
 
 def backward(bucket, *grads):
-    """What autograd and the hooks do, for each parameter that has a gradient."""
     for p, grad in zip(bucket.params, grads, strict=True):
         if grad is not None:
-            bucket.make_room()
-            p.grad = torch.full_like(p, grad) if p.grad is None else p.grad + grad
-            bucket.take(p)
+            arrives(bucket, p, grad)
 
 
-def reduced(bucket):
+def leaves(bucket, rank=0):
     """Alone, the mean is what is there."""
-    bucket.close()
+    full_P = bucket.close()
+    bucket.grad_S.copy_(flat.shard(full_P, rank, bucket.layout.world_size))
+
+
+def reduced(bucket, rank=0):
+    leaves(bucket, rank)
     bucket.land()
 
 
@@ -182,14 +197,15 @@ def seen(bucket, scale=1.0):
 def test_outside_the_shard_of_a_rank_the_buffer_is_nan():
     bucket, (a, b) = shard_bucket(rank=1)
     backward(bucket, 1.0, 2.0)
-    reduced(bucket)
+    reduced(bucket, rank=1)
     assert a.grad.isnan().all() and b.grad.tolist() == [2] * 5
     assert not bucket.late and bucket.gradients() == [True, True]
     assert seen(bucket) == [[2.0]]
 
 
-def test_the_next_gradient_finds_zeros_and_the_mean_is_kept_apart_in_fp32():
-    bucket, _ = shard_bucket(dtype=torch.bfloat16)
+@both_kinds
+def test_the_next_gradient_finds_zeros_and_the_mean_is_kept_apart_in_fp32(kind):
+    bucket, _ = shard_bucket(kind, dtype=torch.bfloat16)
     for i in range(3):
         backward(bucket, 1.0 if i == 0 else 2.0**-10, 1.0)
         assert bucket.late
@@ -207,8 +223,9 @@ def test_one_mean_needs_no_second_buffer():
     assert bucket.weights.pieces[bucket.params[0]].grad.untyped_storage().data_ptr() == bucket.grad_P.untyped_storage().data_ptr()
 
 
-def test_pieces_of_masters_see_fp32_gradients_without_the_loss_scale_also_after_a_second_look_and_more_backwards():
-    bucket, _ = shard_bucket(dtype=torch.float16, master=True)
+@both_kinds
+def test_pieces_of_masters_see_fp32_gradients_without_the_loss_scale_also_after_a_second_look_and_more_backwards(kind):
+    bucket, _ = shard_bucket(kind, dtype=torch.float16, master=True)
     backward(bucket, 8.0, 8.0)
     reduced(bucket)
     assert seen(bucket, 4.0) == [[2.0]]
@@ -219,8 +236,9 @@ def test_pieces_of_masters_see_fp32_gradients_without_the_loss_scale_also_after_
     assert bucket.weights.pieces[bucket.params[0]].grad.dtype is torch.float32
 
 
-def test_a_gradient_that_is_cleared_between_two_backwards_loses_its_earlier_mean_too():
-    bucket, (a, b) = shard_bucket(world_size=1)
+@both_kinds
+def test_a_gradient_that_is_cleared_between_two_backwards_loses_its_earlier_mean_too(kind):
+    bucket, (a, b) = shard_bucket(kind, world_size=1)
     backward(bucket, 1.0, 1.0)
     reduced(bucket)
     a.grad = None
@@ -233,8 +251,28 @@ def test_a_gradient_that_is_cleared_between_two_backwards_loses_its_earlier_mean
     assert a.grad is None
 
 
-def test_a_step_forgets_everything():
-    bucket, (a, b) = shard_bucket()
+@both_kinds
+@pytest.mark.parametrize("late", [False, True], ids=["", "and a late one"])
+@pytest.mark.parametrize("how", ["None", "zeros", "replaced"])
+def test_a_gradient_that_is_cleared_or_replaced_is_forgotten_also_by_the_next_backward(kind, how, late):
+    bucket, (a, _) = shard_bucket(kind, world_size=1)
+    arrives(bucket, a, 1.0)
+    leaves(bucket)
+    if late:
+        arrives(bucket, a, 1.0)
+    bucket.land()
+    if how == "zeros":
+        a.grad.zero_()
+    else:
+        a.grad = None if how == "None" else torch.full((40,), 0.5)
+    backward(bucket, 3.0, 1.0)
+    reduced(bucket)
+    assert seen(bucket) == [[3.5 if how == "replaced" else 3.0], [1.0]]
+
+
+@both_kinds
+def test_a_step_forgets_everything(kind):
+    bucket, (a, b) = shard_bucket(kind)
     for _ in range(2):
         backward(bucket, 1.0, 1.0)
         reduced(bucket)
@@ -245,3 +283,114 @@ def test_a_step_forgets_everything():
     backward(bucket, 5.0, 5.0)
     reduced(bucket)
     assert seen(bucket) == [[5.0]]
+
+
+# --- a bucket that has memory only while it is needed -----------------------------------------------------
+
+
+def transient(**settings):
+    return shard_bucket(TransientBucket, **settings)
+
+
+def test_the_buffer_has_memory_from_the_first_gradient_to_the_landing_and_the_shard_has_its_own():
+    bucket, (a, b) = transient()
+    resident = [bucket.resident]
+    arrives(bucket, a, 1.0)
+    resident.append(bucket.resident)
+    arrives(bucket, b, 2.0)
+    bucket.close()
+    resident.append(bucket.resident)
+    bucket.land()
+    resident.append(bucket.resident)
+    assert resident == [False, True, True, False]
+    assert bucket.grad_P.untyped_storage().nbytes() == 0
+    assert bucket.grad_S.untyped_storage().nbytes() == 4 * 64 and kinds.kind_of(bucket.grad_S) == "grads"
+
+
+def test_what_autograd_leaves_is_moved_and_something_that_cannot_be_used_stands_in_its_place():
+    bucket, (a, b) = transient()
+    arrives(bucket, a, 1.0)
+    assert type(a.grad) is FreedGradient and a.grad is bucket.held[a] and b.grad is None
+    assert bucket.views[a].tolist() == [1] * 40
+    reduced(bucket)
+    assert a.grad is bucket.held[a] and b.grad is bucket.held[b]
+    with pytest.raises(RuntimeError, match="the gradient of parameter 'b'"):
+        b.grad.sum()
+
+
+def test_two_gradients_of_one_backward_are_added():
+    bucket, (a, b) = transient()
+    for param in (a, b, a):
+        arrives(bucket, param, 2.0)
+    assert bucket.views[a].tolist() == [4] * 40 and bucket.views[b].tolist() == [2] * 5
+
+
+def test_what_leaves_is_zeros_where_there_is_no_gradient_whatever_was_in_the_memory(monkeypatch):
+    allocate = flat.allocate
+    monkeypatch.setattr(flat, "allocate", lambda grad_P: (allocate(grad_P), grad_P.fill_(7.0)))
+    for cleared in (False, True):
+        bucket, (a, b) = transient()
+        backward(bucket, 1.0, 2.0 if cleared else None)
+        b.grad = None
+        bucket.close()
+        assert bucket.views[a].tolist() == [1] * 40 and bucket.views[b].tolist() == [0] * 5
+        assert bucket.gradients() == [True, False]
+
+
+def test_a_gradient_that_comes_when_the_bucket_has_left_makes_it_late_and_needs_the_buffer_again():
+    bucket, (a, b) = transient(world_size=1)
+    arrives(bucket, a, 1.0)
+    leaves(bucket)
+    for _ in range(2):
+        arrives(bucket, b, 4.0)
+    bucket.land()
+    assert bucket.late and bucket.resident and b.grad is bucket.held[b]
+    assert bucket.gradients() == [True, True]
+    reduced(bucket)
+    assert not bucket.late and not bucket.resident
+    assert seen(bucket) == [[1.0], [8.0]]
+
+
+@pytest.mark.parametrize("then", ["nothing", "replaced", "another backward"])
+def test_if_autograd_came_for_a_gradient_and_left_none_nothing_has_happened(then):
+    """torch.autograd.grad() calls the hook on the parameter too."""
+    bucket, (a, b) = transient(world_size=1)
+    backward(bucket, 1.0, 2.0)
+    reduced(bucket)
+    for param in (a, b):
+        bucket.before_accumulation(param)
+    if then == "replaced":
+        a.grad = torch.full((40,), 0.5)
+    elif then == "another backward":
+        backward(bucket, 1.0, None)
+    assert bucket.gradients() == [True, True]
+    if bucket.late:
+        reduced(bucket)
+    assert seen(bucket) == [[{"nothing": 1.0, "replaced": 0.5, "another backward": 2.0}[then]], [2.0]]
+
+
+def test_a_single_mean_is_kept_in_16_bits_and_several_in_32_and_never_both():
+    bucket, _ = transient(dtype=torch.bfloat16)
+    backward(bucket, 1.0, 1.0)
+    reduced(bucket)
+    assert bucket.grad_S.dtype is torch.bfloat16 and bucket.sum_S is None
+    backward(bucket, 2.0**-10, 1.0)
+    reduced(bucket)
+    assert bucket.grad_S is None and bucket.sum_S.dtype is torch.float32
+    assert bucket.sum_S[:40].unique().tolist() == [1 + 2.0**-10]
+    for p in bucket.params:
+        p.grad = None
+    bucket.clear()
+    assert bucket.grad_S is None and bucket.sum_S is None
+
+
+def test_edits_of_the_pieces_are_kept_by_the_next_backward():
+    bucket, _ = transient()
+    backward(bucket, 1.0, 2.0)
+    reduced(bucket)
+    assert seen(bucket) == [[1.0]]
+    (piece,) = bucket.weights.pieces.values()
+    piece.grad *= 10
+    backward(bucket, 1.0, 1.0)
+    reduced(bucket)
+    assert seen(bucket) == [[11.0]]

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from models import loss_of, mlp
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import minizero as mz
 from minizero.parts import calls, comm, flat
@@ -149,14 +148,14 @@ def test_tensors_of_all_kinds_become_rank_0s_in_one_broadcast_that_autograd_does
 
 def agree(rank, world_size):
     flags = [rank == r for r in range(world_size)] + [False, True]
-    return comm.agree(flags, rank / 3, comm.default_group(), torch.device("cpu")), comm.gather_objects({"rank": rank}, comm.default_group())
+    return comm.agree(flags, [rank / 3], comm.default_group(), torch.device("cpu")), comm.gather_objects({"rank": rank}, comm.default_group())
 
 
 @world_sizes
 def test_ranks_agree_on_what_some_rank_has_said(ranks, world_size):
     for (flags, numbers), objects in ranks(world_size).run(agree, world_size):
         assert flags == [True] * world_size + [False, True]
-        assert numbers == [rank / 3 for rank in range(world_size)]  # to the last bit
+        assert numbers == [[rank / 3 for rank in range(world_size)]]  # to the last bit
         assert objects == [{"rank": rank} for rank in range(world_size)]
 
 
@@ -171,14 +170,14 @@ def in_a_subgroup(rank):
     comm.all_gather(full_P, flat.shard(full_P, me, 2), pair, "test").wait()
     told = torch.tensor([float(rank + 5)])
     comm.broadcast([told], pair, "test")
-    return me, full_P.tolist(), told.item(), comm.agree([rank == 2], rank, pair, torch.device("cpu")), comm.gather_objects(rank, pair)
+    return me, full_P.tolist(), told.item(), comm.agree([rank == 2], [rank], pair, torch.device("cpu")), comm.gather_objects(rank, pair)
 
 
 def test_in_a_subgroup_ranks_are_counted_within_it(ranks):
     first, outside, second = ranks(3).run(in_a_subgroup)
     assert outside is None
-    assert first == (0, [0, 2, 4, 6], 5, ([True], [0, 2]), [0, 2])
-    assert second == (1, [0, 2, 4, 6], 5, ([True], [0, 2]), [0, 2])
+    assert first == (0, [0, 2, 4, 6], 5, ([True], [[0, 2]]), [0, 2])
+    assert second == (1, [0, 2, 4, 6], 5, ([True], [[0, 2]]), [0, 2])
 
 
 # --- who hears of it -------------------------------------------------------------------------------------
@@ -239,13 +238,6 @@ def test_without_a_process_group_it_says_how_to_get_one():
 # --- a process group that pretends ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def rank_0_of_64():
-    comm.join("fake", 0, 64, FakeStore(), torch.device("cpu"))
-    yield
-    comm.leave()
-
-
 def one_step(device="cpu", **keywords):
     with torch.device(device):
         model = mlp(4, 64, 64, 2)
@@ -282,7 +274,7 @@ def test_rank_0_of_64_runs_on_tensors_that_are_not_there(rank_0_of_64, device):
 
 def test_where_nobody_answers_the_local_answer_counts(rank_0_of_64):
     with FakeTensorMode():
-        assert comm.agree([True, False], 2.0, comm.default_group(), torch.device("cpu")) == ([True, False], [2.0])
+        assert comm.agree([True, False], [2.0], comm.default_group(), torch.device("cpu")) == ([True, False], [[2.0]])
     assert comm.gather_objects("me", comm.default_group()) == ["me"] * 64
 
 
@@ -303,5 +295,5 @@ def on_the_gpu(rank):
     told = torch.full((3,), float(rank), device=mz.device())
     comm.broadcast([told], comm.default_group(), "test")
     assert told.tolist() == [0, 0, 0]
-    assert comm.agree([rank == 1], rank, comm.default_group(), mz.device()) == ([True], [0.0, 1.0])
+    assert comm.agree([rank == 1], [rank], comm.default_group(), mz.device()) == ([True], [[0.0, 1.0]])
     return flat.shard(full_P, rank, 2).cpu()

@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from models import ConvNet, build, distance, loss_of, mlp, refusal, rows, same, share, weights
+from models import ConvNet, Lone, build, distance, gathered, loss_of, mlp, refusal, rows, same, share, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,11 +14,12 @@ import minizero as mz
 from minizero.model import GPT, GPTConfig
 from minizero.parts.precision import cast, lower
 
-ENGINES = [mz.DDP, mz.Zero1]  # each step of the course joins here
+ENGINES = [mz.DDP, mz.Zero1, mz.Zero2, mz.Zero3]  # each step of the course joins here
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_MB = 2e-4
 
 every_engine = pytest.mark.parametrize("engine_type", ENGINES, ids=lambda engine: engine.__name__)
+sharded_engines = pytest.mark.parametrize("engine_type", ENGINES[1:], ids=lambda engine: engine.__name__)
 both_precisions = pytest.mark.parametrize("precision", DTYPES)
 
 
@@ -152,18 +153,17 @@ def test_weights_gradients_and_outputs_have_16_bits_and_what_the_optimizer_holds
 
 def small_updates(rank, engine_type, precision):
     """Weight 1.0, gradient 1, lr 1e-4, 100 steps: each update is below the 16-bit resolution of the weight."""
-    param = nn.Parameter(torch.ones(3))
+    model = Lone(torch.ones(3))
     plain = nn.Parameter(torch.ones(3, dtype=DTYPES[precision]))
-    engine = engine_type(nn.ParameterList([param]), torch.optim.SGD([param], lr=1e-4), precision=precision,
-                         loss_scaler=mz.LossScaler(1024.0))  # fmt: skip
+    engine = engine_type(model, sgd(model, lr=1e-4), precision=precision, loss_scaler=mz.LossScaler(1024.0))
     optimizer = torch.optim.SGD([plain], lr=1e-4)
     for _ in range(100):
-        engine.backward(engine.module[0].float().sum())
+        engine.backward(engine().float().sum())
         engine.step()
         plain.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return plain.tolist(), param.detach(), engine.state_dict()["0"]
+    return plain.tolist(), weights(engine)[0], engine.state_dict()["weight"]
 
 
 @every_engine
@@ -207,7 +207,7 @@ def as_a_hand_made_loop(rank, world_size, engine_type, precision):
                 p.copy_(q)
     saved = engine.state_dict()
     difference = max((saved[name] - p).abs().max().item() for name, p in masters.named_parameters() if p.requires_grad and p.numel())
-    return difference, max(norms), same(weights(model), weights(copy_16))
+    return difference, max(norms), same(weights(engine), weights(copy_16))
 
 
 @every_engine
@@ -226,36 +226,32 @@ def beside_ddp(rank, world_size, precision, name):
         train(engine, 10, rank, world_size)
         return list(engine.state_dict().values())
 
-    return same(run(mz.DDP), run(mz.Zero1))
+    expected, *others = (run(engine_type) for engine_type in ENGINES)
+    return [same(expected, other) for other in others]
 
 
 @both_precisions
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", ["awkward", "few", "containers"])
 def test_all_engines_have_the_same_masters_to_the_bit(ranks, name, precision, world_size):
-    assert all(ranks(world_size).run(beside_ddp, world_size, precision, name))
+    assert ranks(world_size).run(beside_ddp, world_size, precision, name) == [[True] * (len(ENGINES) - 1)] * world_size
 
 
-def accumulated(rank, world_size, engine_type, precision, synced):
+def accumulated(rank, engine_type, precision):
     """A large gradient and then 300 that 16 bits would lose when added to it, one by one."""
-    param = nn.Parameter(torch.zeros(70))
-    engine = engine_type(nn.ParameterList([param]), torch.optim.SGD([param], lr=1.0), precision=precision,
-                         loss_scaler=mz.LossScaler(2.0))  # fmt: skip
+    model = Lone(torch.zeros(70))
+    engine = engine_type(model, sgd(model, lr=1.0), precision=precision, loss_scaler=mz.LossScaler(2.0))
     for i in range(301):
-        loss = engine.module[0].float().sum() * (1.0 if i == 0 else 2.0**-12)
-        if synced:
-            engine.backward(loss)
-        else:
-            with engine.no_sync():
-                engine.backward(loss)
+        engine.backward(engine(1.0 if i == 0 else 2.0**-12).float().sum())
     engine.step()
-    return -engine.state_dict()["0"]
+    return -engine.state_dict()["weight"]
 
 
+@sharded_engines
 @both_precisions
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_means_of_several_backwards_are_added_in_32_bits(ranks, precision, world_size):
-    for total in ranks(world_size).run(accumulated, world_size, mz.Zero1, precision, True):
+def test_means_of_several_backwards_are_added_in_32_bits(ranks, engine_type, precision, world_size):
+    for total in ranks(world_size).run(accumulated, engine_type, precision):
         assert total.tolist() == [1 + 300 * 2.0**-12] * 70
 
 
@@ -287,15 +283,15 @@ def overflowing(rank, world_size, engine_type):
     history = []
     for step in range(5):
         spike = 2.0**15 if step in (1, 3) and rank == world_size - 1 else 1.0
-        before = copy.deepcopy((list(engine.state_dict().values()), weights(model), optimizer.state_dict()["state"]))
+        before = copy.deepcopy((list(engine.state_dict().values()), weights(engine), optimizer.state_dict()["state"]))
         engine.backward(engine(torch.full((1, 4), 8.0), spike).float().sum())
         if engine.step():
             scheduler.step()
-        after = list(engine.state_dict().values()), weights(model), optimizer.state_dict()["state"]
+        after = list(engine.state_dict().values()), weights(engine), optimizer.state_dict()["state"]
         moved = not same(before[0], after[0]), not same(before[1], after[1])
         states_moved = repr(before[2]) != repr(after[2])
         history.append((moved, states_moved, engine.loss_scale, engine.skipped, optimizer.param_groups[0]["lr"], math.isfinite(engine.grad_norm)))
-    return history, [p.isfinite().all().item() for p in model.parameters()], any(p.grad is not None for p in model.parameters())
+    return history, [p.isfinite().all().item() for p in weights(engine)], any(p.grad is not None for p in model.parameters())
 
 
 @every_engine
@@ -318,10 +314,10 @@ def test_an_overflow_in_one_element_on_one_rank_skips_the_step_on_all_halves_the
 def at_the_least_scale(rank, engine_type):
     model = Spiky()
     engine = engine_type(model, sgd(model), precision="fp16", loss_scaler=mz.LossScaler(1.0))
-    before = weights(model)
+    before = weights(engine)
     engine.backward(engine(torch.full((1, 4), 8.0), 2.0**15 if rank == 1 else 1.0).float().sum() * 2)
     error = refusal(engine.step)
-    unmoved = same(before, weights(model))
+    unmoved = same(before, weights(engine))
     engine.backward(engine(torch.ones(1, 4)).float().sum())
     return error, unmoved, engine.step(), engine.skipped
 
@@ -336,10 +332,10 @@ def test_an_overflow_at_the_least_scale_raises_on_every_rank_and_moves_nothing(r
 def direct_backward(rank, world_size, engine_type, precision):
     model = build("awkward")
     engine = engine_type(model, sgd(model), precision=precision, bucket_mb=BUCKET_MB)
-    before = weights(model)
+    before = weights(engine)
     loss_of(engine, share(rows(model, 0, 12), rank, world_size)).backward()
     error = refusal(engine.step)
-    unmoved = same(before, weights(model))
+    unmoved = same(before, weights(engine))
     engine.zero_grad()
     train(engine, 3, rank, world_size, first=1)
     other = build("awkward")
@@ -368,7 +364,7 @@ def with_a_scaler_that_is_not_used(rank, engine_type):
     other = build("awkward")
     plain = engine_type(other, sgd(other), precision="bf16")
     train(plain, 3)
-    return engine.loss_scale, engine.loss_scaler, same(weights(model), weights(other))
+    return engine.loss_scale, engine.loss_scaler, same(weights(engine), weights(plain))
 
 
 @every_engine
@@ -395,12 +391,11 @@ def test_wrong_precisions_are_refused_and_leave_the_model_as_it_was(ranks, engin
 
 def gradients_that_vanish(rank, engine_type, init_scale):
     """A gradient of 1e-8 is zero in fp16, unless the loss is scaled."""
-    param = nn.Parameter(torch.ones(3))
-    engine = engine_type(nn.ParameterList([param]), torch.optim.SGD([param], lr=1e6), precision="fp16",
-                         loss_scaler=mz.LossScaler(init_scale))  # fmt: skip
-    engine.backward((engine.module[0] * 1e-4).float().sum() * 1e-4)
+    model = Lone(torch.ones(3))
+    engine = engine_type(model, sgd(model, lr=1e6), precision="fp16", loss_scaler=mz.LossScaler(init_scale))
+    engine.backward(engine(1e-4).float().sum() * 1e-4)
     engine.step()
-    return 1 - engine.state_dict()["0"][0].item(), engine.grad_norm
+    return 1 - engine.state_dict()["weight"][0].item(), engine.grad_norm
 
 
 @every_engine
@@ -473,7 +468,8 @@ def frozen_in_16_bits(rank, engine_type):
     saved = engine.state_dict()["frozen.weight"]
     new = {**engine.state_dict(), "frozen.weight": torch.full((7, 5), 1.25)}
     engine.load_state_dict(new)
-    return model.frozen.weight.dtype, torch.equal(saved, exact.bfloat16().float()), model.frozen.weight.float().sum().item()
+    with gathered(engine):
+        return model.frozen.weight.dtype, torch.equal(saved, exact.bfloat16().float()), model.frozen.weight.float().sum().item()
 
 
 @every_engine
@@ -514,15 +510,16 @@ def loaded_weights(rank, engine_type, precision, how):
     new = {name: value + 0.125 for name, value in build("awkward", seed=5).state_dict().items()}
     if how == "engine":
         engine.load_state_dict(new)
-    elif how == "module":
-        model.load_state_dict(new)
-    else:
-        for p, value in zip(model.parameters(), (new[name] for name, _ in model.named_parameters()), strict=True):
-            p.data = value.clone().to(p.dtype)
+    with gathered(engine):
+        if how == "module":
+            model.load_state_dict(new)
+        elif how == "data":
+            for name, p in model.named_parameters():
+                p.data = new[name].clone().to(p.dtype)
     train(engine, 1)
     saved = copy.deepcopy(engine.state_dict())
     dtype = DTYPES[precision] if precision else torch.float32
-    kept = all(torch.equal(p.detach(), new[name].to(dtype)) for name, p in model.named_parameters())
+    kept = all(torch.equal(p, new[name].to(dtype)) for p, (name, _) in zip(weights(engine), model.named_parameters(), strict=True))
     exactly = all(torch.equal(saved[name], new[name] if how == "engine" else new[name].to(dtype).float())
                   for name, p in model.named_parameters() if p.requires_grad)  # fmt: skip
     engine.optimizer.param_groups[0]["lr"] = 0.1
@@ -582,11 +579,12 @@ def batchnorm_in_fp16(rank, world_size, engine_type):
     return norms, engine.state_dict()
 
 
+@sharded_engines
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_stays_fp32_is_divided_by_the_loss_scale_too(ranks, world_size):
+def test_what_stays_fp32_is_divided_by_the_loss_scale_too(ranks, engine_type, world_size):
     """BatchNorm's weights have no master, and their gradients are scaled as all others are."""
-    ddp, zero1 = (ranks(world_size).run(batchnorm_in_fp16, world_size, engine) for engine in (mz.DDP, mz.Zero1))
-    for (norms, state), (norms1, state1) in zip(ddp, zero1, strict=True):
-        assert max(norms) < 10 and norms1 == pytest.approx(norms, rel=1e-4)
+    ddp, sharded = (ranks(world_size).run(batchnorm_in_fp16, world_size, engine) for engine in (mz.DDP, engine_type))
+    for (norms, state), (norms_here, state_here) in zip(ddp, sharded, strict=True):
+        assert max(norms) < 10 and norms_here == pytest.approx(norms, rel=1e-4)
         for name in state:
-            assert torch.allclose(state[name].float(), state1[name].float(), rtol=0, atol=1e-4), name
+            assert torch.allclose(state[name].float(), state_here[name].float(), rtol=0, atol=1e-4), name

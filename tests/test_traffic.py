@@ -6,15 +6,16 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from models import Awkward, Checkpointed, ConvNet, build, loss_of, mlp, rows, share
+from models import WHOLE_ENGINES, Awkward, Checkpointed, build, loss_of, mlp, rows, share
 from torch import nn
 
 import minizero as mz
 from minizero.parts import flat
 
-ENGINES = {mz.DDP: 0, mz.Zero1: 1}  # each step of the course joins here, with its stage
+ENGINES = {mz.DDP: 0, mz.Zero1: 1, mz.Zero2: 2, mz.Zero3: 3}  # each step of the course joins here, with its stage
 BUCKET_MB = 1e-4  # some 26 floats
 
+with_buckets = pytest.mark.parametrize("engine_type", WHOLE_ENGINES, ids=lambda engine: engine.__name__)
 every_engine = pytest.mark.parametrize("engine_type", ENGINES, ids=lambda engine: engine.__name__)
 
 
@@ -27,25 +28,20 @@ def of_gradients(traffic):
     return [op for op in traffic.ops if op.op in ("reduce_scatter", "all_gather")]
 
 
-def steps(rank, world_size, engine_type, name="awkward", micro_steps=1, no_sync=False, clip_norm=None):
+def steps(rank, world_size, engine_type, name="awkward", micro_steps=1, clip_norm=None):
     """Two steps, the second recorded: (P, bucket names, ops, bytes of the gradients' collectives)."""
-    model = ConvNet() if name == "batchnorm" else build(name)
+    model = build(name)
     engine = engine_type(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=BUCKET_MB, clip_norm=clip_norm)
     for step in range(2):
         with mz.record_traffic() as traffic:
             for i in range(micro_steps):
-                x = share(rows(model, step, 12, seed=i), rank, world_size)
-                if no_sync and i < micro_steps - 1:
-                    with engine.no_sync():
-                        engine.backward(loss_of(engine, x))
-                else:
-                    engine.backward(loss_of(engine, x))
+                engine.backward(loss_of(engine, share(rows(model, step, 12, seed=i), rank, world_size)))
             engine.step()
     sent = sum(Fraction(op.bytes) for op in of_gradients(traffic))
     return padded(engine), [bucket.name for bucket in engine.buckets], [(op.op, op.unit, op.numel) for op in traffic.ops], sent
 
 
-@every_engine
+@with_buckets
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["awkward", "few", "experts", "strided", "checkpointed", "checkpointed reentrant once"])
 def test_one_step_sends_exactly_2P_less_a_share(ranks, engine_type, name, world_size):
@@ -72,12 +68,12 @@ def late_and_then_not(rank, engine_type):
     return sum(op.op == "reduce_scatter" for op in traffic.ops)
 
 
-@every_engine
+@with_buckets
 def test_a_gradient_that_came_late_travels_with_the_next_backward_at_no_cost(ranks, engine_type):
     assert ranks(2).run(late_and_then_not, engine_type) == [2 * 12] * 2
 
 
-@every_engine
+@with_buckets
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_step_is_one_reduce_scatter_and_one_all_gather_a_bucket(ranks, engine_type, world_size):
     for _, buckets, ops, _ in ranks(world_size).run(steps, world_size, engine_type, "awkward"):
@@ -93,26 +89,25 @@ def test_a_step_is_one_reduce_scatter_and_one_all_gather_a_bucket(ranks, engine_
 @every_engine
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_ranks_agree_in_one_small_all_reduce_a_step_and_buffers_come_in_one_broadcast_a_forward(ranks, engine_type, clip_norm):
-    for _, _, ops, _ in ranks(2).run(steps, 2, engine_type, "batchnorm", 3, False, clip_norm):
-        count = Counter((op, unit) for op, unit, _ in ops if not unit.startswith("bucket"))
+    for _, _, ops, _ in ranks(2).run(steps, 2, engine_type, "batchnorm", 3, clip_norm):
+        count = Counter((op, unit) for op, unit, _ in ops if op not in ("reduce_scatter", "all_gather"))
         assert count == {("broadcast", "buffers"): 3, ("all_reduce", "control"): 1}
         assert max(numel for _, unit, numel in ops if unit == "control") <= 16
 
 
-@every_engine
+@with_buckets
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("no_sync", [False, True])
-def test_G_micro_steps_reduce_G_times_and_in_no_sync_once(ranks, engine_type, no_sync, world_size):
-    collectives = 2 if no_sync else {mz.DDP: 2 * 3, mz.Zero1: 3 + 1}[engine_type]
-    for P, _, _, sent in ranks(world_size).run(steps, world_size, engine_type, "awkward", 3, no_sync):
+def test_G_micro_steps_send_2GP_under_ddp_and_G_plus_1_times_P_where_the_step_alone_gathers(ranks, engine_type, world_size):
+    collectives = {mz.DDP: 2 * 3, mz.Zero1: 3 + 1, mz.Zero2: 3 + 1}[engine_type]
+    for P, _, _, sent in ranks(world_size).run(steps, world_size, engine_type, "awkward", 3):
         assert sent == collectives * 4 * P * (world_size - 1) // world_size
-        assert sent == 4 * mz.theory.traffic(ENGINES[engine_type], P, world_size, micro_steps=3, no_sync=no_sync)
+        assert sent == 4 * mz.theory.traffic(ENGINES[engine_type], P, world_size, micro_steps=3)
 
 
 @every_engine
 def test_a_single_rank_sends_nothing(ranks, engine_type):
     for name in ("awkward", "batchnorm"):
-        assert ranks(1).run(steps, 1, engine_type, name, 2, False, 1.0)[0][2] == []
+        assert ranks(1).run(steps, 1, engine_type, name, 2, 1.0)[0][2] == []
 
 
 def without_gradients(rank, engine_type):

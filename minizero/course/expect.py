@@ -204,7 +204,7 @@ _CAUSES = {  # whatever is asked for
 def _of_arguments(message: str) -> bool:
     """Does a TypeError say that the answer itself takes other arguments? "Answer.method() takes …" is another matter."""
     function = message.partition("(")[0].rpartition("<locals>.")[2]
-    return "argument" in message and ("." not in function or function.endswith(".__init__"))
+    return "argument" in message and function != "<lambda>" and ("." not in function or function.endswith(".__init__"))
 
 
 def _call(rank: int, fn: Callable, *args: Any) -> Any:

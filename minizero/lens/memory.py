@@ -268,5 +268,8 @@ def _held_by_graphs(results: Iterable[Tensor]) -> Iterator[Tensor]:
         for name in dir(node):
             # Not _saved_…: that unpacks, and where the graph is checkpointed, unpacking runs the forward again.
             if name.startswith("_raw_saved_"):
-                saved = getattr(node, name)
+                try:
+                    saved = getattr(node, name)
+                except RuntimeError:  # backward has been there and let go
+                    continue
                 yield from _tensors([x.data for x in (saved if isinstance(saved, tuple) else [saved]) if x])

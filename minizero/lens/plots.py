@@ -525,3 +525,119 @@ def _room_for(text, ax, moments, low, high) -> tuple[float, float] | None:
         if end - start > longest:
             longest, best = end - start, ((start + end) / 2, middle)
     return best if _pixels(ax, longest) >= box.width + 4 else None
+
+
+# --- the same step in two engines -------------------------------------------------------------------
+
+
+@_in_style
+def memory_phases(
+    phases: Sequence[str],
+    runs: Mapping[str, tuple[Sequence[float], Mapping[str, Sequence[float]], Sequence[float]]],
+    title: str = "",
+) -> Figure:
+    """Bytes held during one step of several runs, on the same axes: the last run stacked by kind, the total of each
+    earlier one as a line. The peaks are marked.
+
+    phases: what happens one after the other, ("forward", "backward", "step")
+    runs: name -> (times [n], kind -> bytes [n], ends [phases]), in seconds as Memory.curve() counts them; `ends` says
+    when each phase was over
+
+    No two runs take equally long, so every phase of every run is stretched to the same width.
+    """
+    _not_empty(phases=phases, runs=runs)
+    for name, (times, by_kind, ends) in runs.items():
+        _not_empty(times=times, by_kind=by_kind)
+        for kind, values in by_kind.items():
+            if len(values) != len(times):
+                raise ValueError(
+                    f"{kind!r} of {name!r} has {len(values)} values for {len(times)} times: give one for each"
+                )
+        if len(ends) != len(phases):
+            raise ValueError(f"{name!r} has {len(ends)} ends for {len(phases)} phases: give one for each")
+    totals = {name: np.sum(list(by_kind.values()), axis=0) for name, (_, by_kind, _) in runs.items()}
+    highest = max(total.max() for total in totals.values())
+    size, unit = _bytes_unit(highest)
+    last, (_, by_kind, _) = list(runs.items())[-1]
+    borders = np.arange(len(phases) + 1)
+    figure, ax = _axes()
+    ax.set(xlim=(0, borders[-1]), ylim=(0, highest / size * 1.15 or 1), ylabel=unit)
+    ax.locator_params(axis="y", nbins=6)
+    ax.set_xticks((borders[1:] + borders[:-1]) / 2, phases)
+    ax.tick_params(axis="x", length=0)
+    for border in borders[1:-1]:
+        ax.axvline(border, color=FAINT, linewidth=0.8)
+    at = {name: np.interp(times, [0, *ends], borders) for name, (times, _, ends) in runs.items()}
+    kinds = _kinds({kind: max(values) for kind, values in by_kind.items()})
+    kinds.sort(key=lambda kind: np.abs(np.diff(by_kind[kind])).sum())  # what changes least lies lowest
+    low = np.zeros(len(at[last]))
+    for kind in kinds:
+        high = low + np.asarray(by_kind[kind]) / size
+        ax.fill_between(at[last], low, high, step="post", color=COLOURS[kind], linewidth=0, zorder=0)
+        low = high
+    peaks = []
+    for i, name in enumerate(runs):
+        colour = INK if name == last else _LINES[1 + i % 3][0]
+        if name != last:
+            ax.plot(at[name], totals[name] / size, color=colour, linewidth=1.2, drawstyle="steps-post")
+        x, y = at[name][totals[name].argmax()], totals[name].max() / size
+        ax.plot(x, y, "o", color=colour, markersize=4, clip_on=False)
+        offset, side = (-5, "right") if x > borders[-1] / 2 else (5, "left")
+        place = {"xytext": (offset, 5), "textcoords": "offset points", "ha": side, "weight": "bold", "color": colour}
+        behind = {"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
+        peaks.append(ax.annotate(f"{name}, peak {_number(y)} {unit}", (x, y), bbox=behind, **place))
+    _head(figure, title, {_name(kind): Patch(color=COLOURS[kind]) for kind in kinds})
+    figure.draw_without_rendering()
+    wanted = [text.get_window_extent().y0 for text in peaks]
+    heights = [text.get_window_extent().height for text in peaks]
+    for text, had, y in zip(peaks, wanted, _spread(wanted, heights), strict=True):
+        text.set_position((text.xyann[0], 5 + (y - had) * 72 / figure.dpi))
+    return figure
+
+
+# --- what comes after what --------------------------------------------------------------------------
+
+
+@_in_style
+def score(events: Sequence[tuple[str, str]], title: str = "") -> Figure:
+    """The order of events as sheet music: a row for each unit, every note equally long, time runs right.
+
+    events: (what, unit) as they happened. `what` is one of gather forward backward reduce, which are notes, or free. A unit
+    is underlined from gather to free: that is where its full weights have memory.
+    """
+    _not_empty(events=events)
+    looks = {what: (_COMPUTE | _WIRE).get(what) for what in ("gather", "forward", "backward", "reduce")}
+    unknown = sorted({what for what, _ in events} - looks.keys() - {"free"})
+    if unknown:
+        raise ValueError(f"unknown events: {unknown}; choose from {', '.join(looks)}, free")
+    units = list(dict.fromkeys(unit for _, unit in events))
+    figure, ax = _axes()
+    now, since = 0, {}
+
+    def underline(y: int, start: int):
+        look = {"facecolor": COLOURS["params"], "edgecolor": "white", "linewidth": 0.6}  # a gap where it was freed
+        ax.add_patch(Rectangle((start, y + 0.22), now - start, 0.13, **look))
+
+    for what, unit in events:
+        y = units.index(unit)
+        if what == "free":
+            if y in since:
+                underline(y, since.pop(y))
+            continue
+        if what == "gather":
+            since.setdefault(y, now)
+        ax.add_patch(Rectangle((now, y - 0.22), 1, 0.44, **({"edgecolor": "white", "linewidth": 0.6} | looks[what])))
+        now += 1
+    for y, start in since.items():
+        underline(y, start)
+    for y in range(len(units)):
+        ax.axhline(y, color=COLOURS["other"], linewidth=0.8, zorder=0)
+    ax.set_yticks(range(len(units)), units)
+    ax.set_xticks([])
+    ax.tick_params(length=0)
+    ax.spines[["left", "bottom"]].set_visible(False)
+    ax.set(xlim=(0, now or 1), xlabel="one event after the other; not to scale in time")
+    ax.set_ylim(max(len(units), 3) - 0.4, -0.4)
+    key = {what: Patch(**look) for what, look in looks.items() if any(what == each for each, _ in events)}
+    _head(figure, title, key | {"full weights in memory": Patch(color=COLOURS["params"])})
+    return figure

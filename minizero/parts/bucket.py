@@ -7,7 +7,7 @@ first is full while most of backward is still to come. Li et al. 2020 (PyTorch D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minizero.parts import flat, kinds
 from minizero.parts.flat import FlatShard
+from minizero.parts.freed import FreedGradient
 
 
 class State(Enum):
@@ -29,17 +30,19 @@ class Bucket:
     masters: the fp32 weights that these gradients update, where the parameters themselves are of 16 bits
     """
 
-    def __init__(self, name: str, params: Sequence[nn.Parameter], world_size: int, masters: FlatShard | None = None):
+    def __init__(self, name: str, params: Sequence[nn.Parameter], world_size: int, masters: FlatShard | None = None,
+                 layout: flat.Layout | None = None):  # fmt: skip
         self.name = name
         self.params = list(params)
         self.masters = masters
-        self.layout = flat.layout(params, world_size)
+        self.layout = flat.layout(params, world_size) if layout is None else layout
         self.grad_P = kinds.tag(torch.zeros(self.layout.P, dtype=params[0].dtype, device=params[0].device), "grads")
         # .data: a version counter for each view, on which only what is written through a parameter's .grad counts
         self.views = {p: view.data for p, view in zip(self.params, flat.views(self.grad_P, self.layout), strict=True)}
+        self.held: Mapping[nn.Parameter, Tensor] = self.views  # what a parameter's .grad is, unless somebody has replaced it
         self.state = State.LOCAL
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank since it was last cleared
-        self.arrived: set[nn.Parameter] = set()  # had one since the bucket last landed
+        self.arrived: set[nn.Parameter] = set()  # had one in this backward
         self._landed: dict[nn.Parameter, int] = {}  # the views' version counters when the mean had arrived
 
     @property
@@ -48,8 +51,11 @@ class Bucket:
 
     # --- to the other ranks and back ----------------------------------------------------------------
 
+    def before_accumulation(self, param: nn.Parameter) -> None:
+        """Autograd is about to add a gradient to the parameter's .grad."""
+
     def make_room(self) -> None:
-        """A gradient is about to be added to a parameter's .grad. To a mean it may be: both have the right mean together."""
+        """This rank's gradients are about to be added to the buffer. To a mean they may be: both have the right mean together."""
 
     def take(self, param: nn.Parameter) -> None:
         """Make the parameter's gradient its view of the bucket. If that is in flight, the gradient waits: see land()."""
@@ -97,8 +103,8 @@ class Bucket:
 
     def gradients(self) -> list[bool]:
         """For each parameter, whether this rank has a gradient: cleared since the reduction, it has none; set by hand, it has."""
-        for param, view in self.views.items():
-            if param.grad is not None and param.grad is not view:
+        for param in self.params:
+            if param.grad is not None and param.grad is not self.held[param]:
                 self.take_by_hand(param)
         return [param in self.used and param.grad is not None for param in self.params]
 
@@ -136,7 +142,7 @@ class Bucket:
     @property
     def as_handed_out(self) -> bool:
         """Nobody has changed, cleared or replaced a gradient since hand_out()."""
-        return not self.late and all(p.grad is (view if p in self.used else None) for p, view in self.views.items())
+        return not self.late and all(p.grad is (self.held[p] if p in self.used else None) for p in self.params)
 
     def clear(self) -> None:
         """The step is over, and no parameter has a gradient."""
@@ -158,7 +164,7 @@ class ShardBucket(Bucket):
     """
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], weights: FlatShard, rank: int, world_size: int):
-        super().__init__(name, params, world_size)
+        super().__init__(name, params, world_size, layout=weights.layout)
         self.weights = weights
         self.grad_S = flat.shard(self.grad_P, rank, world_size)
         self.sum_S: Tensor | None = None  # means of earlier backwards, and that of the last one if it is no longer in the buffer
@@ -172,8 +178,23 @@ class ShardBucket(Bucket):
         self._zero(param)
         self.take(param)
 
+    def before_accumulation(self, param: nn.Parameter) -> None:
+        """It must find zeros in .grad, not a mean. What somebody has put there counts, and nothing that was there before."""
+        self.make_room()
+        self._note_clearing(param)
+
+    def take(self, param: nn.Parameter) -> None:
+        super().take(param)
+        self._landed[param] = self.views[param]._version
+
+    def close(self) -> Tensor:
+        self.make_room()
+        for param in self.params:
+            self._note_clearing(param)
+        return super().close()
+
     def make_room(self) -> None:
-        """A gradient is about to be added to a parameter's .grad: it must find zeros there, not a mean."""
+        """This rank's gradients are about to be added to the buffer, and not to a mean: that is kept apart."""
         if self.state is State.MEAN:
             self._set_aside()
             self.grad_P.zero_()
@@ -187,6 +208,7 @@ class ShardBucket(Bucket):
             start = self.grad_S.storage_offset()
             self.grad_P[:start] = torch.nan
             self.grad_P[start + self.grad_S.numel() :] = torch.nan
+        self._landed = {param: view._version for param, view in self.views.items()}
 
     @property
     def late(self) -> bool:
@@ -197,8 +219,10 @@ class ShardBucket(Bucket):
         """Its .grad was changed, and not cleared: of the mean only a shard is there, and with masters it's a copy that counts."""
         if self.state is not State.MEAN or param.grad is None:
             return False
-        if self.layout.world_size == 1 and not self.weights.has_master:  # nothing is missing, unless it was handed out
-            return bool(self._handed) and param.grad is not self.views[param]
+        if param.grad is not self.views[param] and self._handed:  # replaced when the optimizer had the mean already
+            return True
+        if self.layout.world_size == 1 and not self.weights.has_master:  # nothing is missing
+            return False
         if param.grad is not self.views[param]:
             return bool(param.grad.isnan().any())  # made from what is NaN here
         return self.written(param) and not self.zeroed(param)
@@ -212,7 +236,7 @@ class ShardBucket(Bucket):
                 self.sum_S /= scale
                 self._divisor = scale
                 mean_S = self.sum_S.to(self.weights.shard_S.dtype)
-        self._handed = self.weights.cut(mean_S)
+        self._handed = {} if mean_S is None else self.weights.cut(mean_S)
         for param, grad in self._handed.items():
             self.weights.pieces[param].grad = None if param.grad is None else grad
 
@@ -242,8 +266,8 @@ class ShardBucket(Bucket):
                 grad.copy_(seen)
         self._handed = {}
         if self.sum_S is None:
-            exact = torch.promote_types(self.grad_S.dtype, torch.float32)
-            self.sum_S = kinds.tag(torch.zeros_like(self.grad_S, dtype=exact), "grads")
+            exact = torch.promote_types(self.grad_P.dtype, torch.float32)
+            self.sum_S = kinds.tag(torch.zeros(self.layout.S, dtype=exact, device=self.grad_P.device), "grads")
         self.sum_S *= self._divisor
         self._divisor = 1.0
         if self._in_buffer:
@@ -253,9 +277,18 @@ class ShardBucket(Bucket):
                 self._forget(param)
             elif self.zeroed(param):
                 self._zero(param)
+        self._spend()
+        self._landed = {param: view._version for param, view in self.views.items()}  # what was written is in the sum
+
+    def _spend(self) -> None:
+        """The mean is in the sum, and no longer here."""
         self.grad_S.fill_(torch.nan)
         self._in_buffer = False
-        self._landed = {param: view._version for param, view in self.views.items()}  # what was written is in the sum
+
+    def _note_clearing(self, param: nn.Parameter) -> None:
+        """While this rank's own gradients come together, somebody has cleared or replaced the parameter's: so the sum as well."""
+        if self.state is State.LOCAL and (param.grad is not self.held[param] or self.zeroed(param)):
+            self._zero(param)
 
     def _forget(self, param: nn.Parameter) -> None:
         super()._forget(param)
@@ -264,6 +297,141 @@ class ShardBucket(Bucket):
     def _zero(self, param: nn.Parameter) -> None:
         if self.sum_S is not None and param in self.weights.pieces:
             self.weights.cut(self.sum_S)[param].zero_()
+
+
+class TransientBucket(ShardBucket):
+    """The same, but the buffer has memory only from the first gradient of a backward until it has been reduced. The shard has
+    memory of its own, from then until the step.
+
+    No .grad is a view of the buffer: what autograd leaves there is moved, and a FreedGradient put in its place.
+    """
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter], weights: FlatShard, rank: int, world_size: int,
+                 names: Mapping[nn.Parameter, str]):  # fmt: skip
+        super().__init__(name, params, weights, rank, world_size)
+        self._spend()
+        flat.free(self.grad_P)
+        self.held = {param: FreedGradient(param, repr(names[param])) for param in self.params}
+        self._filled: set[nn.Parameter] = set()  # whose part of the buffer has this rank's gradient
+        self._awaited: set[nn.Parameter] = set()  # whose .grad is empty for autograd to put a gradient there
+
+    @property
+    def resident(self) -> bool:
+        """The whole gradients have memory."""
+        return self.grad_P.untyped_storage().nbytes() > 0
+
+    def before_accumulation(self, param: nn.Parameter) -> None:
+        if self.state is State.IN_FLIGHT and param.grad is not self.held[param]:
+            return  # it comes a third time, and is added to the second
+        if param.grad is self.held[param]:
+            self._note_zeros([param])
+            param.grad = None
+            self._awaited.add(param)
+        elif param not in self._awaited:  # cleared, or set by hand
+            self._zero(param)
+
+    def take(self, param: nn.Parameter) -> None:
+        """Move the parameter's gradient to the buffer. If that is in flight, the gradient waits: see land()."""
+        self._awaited.discard(param)
+        if self.state is State.IN_FLIGHT:
+            return
+        grad, param.grad = param.grad, self.held[param]
+        self.make_room()
+        if param in self._filled:
+            self.views[param].add_(grad)
+        else:
+            self.views[param].copy_(grad)
+            self._filled.add(param)
+        self.used.add(param)
+
+    def make_room(self) -> None:
+        if self.state is State.MEAN:
+            self._settle()
+            self._set_aside()
+            self.state = State.LOCAL
+        if not self.resident:
+            flat.allocate(self.grad_P)
+
+    def close(self) -> Tensor:
+        """Ready to leave: a parameter without a gradient gives zeros."""
+        self.make_room()
+        self._settle()
+        self._note_zeros(self.params)
+        for param, view in self.views.items():
+            if param.grad is None:
+                self._forget(param)
+            elif param.grad is not self.held[param]:
+                self.take_by_hand(param)
+            if param not in self._filled:
+                view.zero_()
+        self._filled.clear()
+        self.state = State.IN_FLIGHT
+        self.grad_S = kinds.tag(torch.empty(self.layout.S, dtype=self.grad_P.dtype, device=self.grad_P.device), "grads")
+        return self.grad_P
+
+    def land(self) -> None:
+        """The mean of this rank's shard has arrived, and the buffer is done with. What came meanwhile goes into it anew."""
+        flat.free(self.grad_P)
+        self._settle()
+        late = {param: param.grad for param in self.params if param.grad is not None and param.grad is not self.held[param]}
+        for param, gradient in self.held.items():
+            param.grad = gradient
+        self._in_buffer = True
+        self.state = State.MEAN
+        if self.sum_S is not None:
+            self._set_aside()
+        for param, param.grad in late.items():
+            self.take(param)
+
+    def gradients(self) -> list[bool]:
+        self._settle()
+        return super().gradients()
+
+    def written(self, param: nn.Parameter) -> bool:
+        return self.held[param].zeroed
+
+    def zeroed(self, param: nn.Parameter) -> bool:
+        return self.held[param].zeroed
+
+    def spoilt(self, param: nn.Parameter) -> bool:
+        """It was replaced when the optimizer had the mean already. (To change a FreedGradient is refused by itself.)"""
+        return bool(self._handed) and param.grad is not None and param.grad is not self.held[param]
+
+    def prepare(self, scale: float) -> None:
+        self._note_zeros(self.params)
+        super().prepare(scale)
+
+    def clear(self) -> None:
+        super().clear()
+        self._spend()
+        self._note_zeros(self.params)
+
+    def _set_aside(self) -> None:
+        super()._set_aside()
+        self._note_zeros(self.params)
+
+    def _note_zeros(self, params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            if self.held[param].zeroed:
+                self._zero(param)
+                self.held[param].zeroed = False
+
+    def _zero(self, param: nn.Parameter) -> None:
+        super()._zero(param)
+        self._filled.discard(param)
+        if self.grad_S is not None and param in self.weights.pieces:
+            self.weights.cut(self.grad_S)[param].zero_()
+
+    def _settle(self) -> None:
+        """Autograd came for a gradient and left none, as torch.autograd.grad() does: .grad is what it was."""
+        for param in self._awaited:
+            if param.grad is None:
+                param.grad = self.held[param]
+        self._awaited.clear()
+
+    def _spend(self) -> None:
+        self.grad_S = None
+        self._in_buffer = False
 
 
 def partition(params: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:

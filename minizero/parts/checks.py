@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minizero.parts import comm, flat
+from minizero.parts import comm, flat, freed
 
 
 def form(param: Tensor) -> tuple:
@@ -40,6 +40,11 @@ def check_arguments(module: Any, optimizer: Any, clip_norm: Any, engine_type: ty
                     "its gradient. Delete that engine first, or build a new model"
                 )
     for name, param in module.named_parameters():
+        if freed.is_freed(param):
+            raise ValueError(
+                f"parameter {name!r} is sharded by another engine, or was by one that is gone, and its weights with it: build the model "
+                "anew, and load the state_dict() that the engine has given"
+            )
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before wrapping")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minizero.parts import calls, kinds
+from minizero.parts import calls, flat, kinds
 
 Group = dist.ProcessGroup
 
@@ -153,19 +153,14 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
 
         def finish() -> None:
             _mean_in_rank_order(shard_S, received_P.view(size, -1))
-            _free(received_P)
+            flat.free(received_P)  # now: gloo's thread lets go of a tensor some moment after the wait, another one in every run
 
         return Pending([work], call, finish)
 
 
-def _free(staging: Tensor) -> None:
-    """Give the memory back now. gloo's thread lets go of a tensor some moment after the wait, another one in every run."""
-    staging.untyped_storage().resize_(0)
-
-
 def _mean_in_rank_order(out_S: Tensor, rows_NS: Tensor) -> None:
     if out_S.dtype in (torch.float16, torch.bfloat16):
-        total_S = rows_NS[0].float()
+        total_S = kinds.tag(rows_NS[0].float(), "comm")
         for row_S in rows_NS[1:]:
             total_S += row_S
         out_S.copy_(total_S.div_(len(rows_NS)))
@@ -228,7 +223,7 @@ def broadcast(tensors: Sequence[Tensor], group: Group, unit: str) -> None:
         size = tensor.numel() * tensor.element_size()
         tensor.data.copy_(packed[start : start + size].clone().view(tensor.dtype).view(tensor.shape))
         start += size
-    _free(packed)
+    flat.free(packed)
 
 
 def broadcast_in_portions(tensors: Sequence[Tensor], group: Group, unit: str) -> None:
@@ -248,21 +243,22 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def agree(flags: Sequence[bool], number: float, group: Group, device: torch.device) -> tuple[list[bool], list[float]]:
-    """For each flag, whether some rank has set it; and every rank's number, in rank order. The one small all_reduce with
-    which ranks agree on a step."""
+def agree(flags: Sequence[bool], numbers: Sequence[float], group: Group, device: torch.device) -> tuple[list[bool], list[list[float]]]:
+    """For each flag, whether some rank has set it; and for each number every rank's, in rank order. The one small all_reduce
+    with which ranks agree on a step."""
     size, rank = size_of(group), rank_in(group)
     if _alone(group):
-        return list(flags), [float(number)]
-    votes = torch.zeros(len(flags) + size, dtype=torch.float64)
+        return list(flags), [[float(number)] for number in numbers]
+    votes = torch.zeros(len(flags) + size * len(numbers), dtype=torch.float64)
     votes[: len(flags)] = torch.tensor(flags, dtype=torch.float64)
-    votes[len(flags) + rank] = number
+    votes[len(flags) :].view(-1, size)[:, rank] = torch.tensor(numbers, dtype=torch.float64)
     votes = votes.to(device)
     with calls.logical("all_reduce", votes, group, unit="control", detail="SUM") as call:
         dist.all_reduce(votes, group=group)
         call.tell("done")
     answers = votes.tolist()
-    return [vote > 0 for vote in answers[: len(flags)]], answers[len(flags) :]
+    flat.free(votes)
+    return [vote > 0 for vote in answers[: len(flags)]], [answers[i : i + size] for i in range(len(flags), len(answers), size)]
 
 
 def gather_objects(value: object, group: Group) -> list:

@@ -18,11 +18,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
-from minizero.parts import checks, comm, flat, kinds, optim
+from minizero.parts import checks, comm, optim
 from minizero.parts.bucket import Bucket, partition
-from minizero.parts.flat import FlatShard
+from minizero.parts.flat import FlatShard, UnitShard
+from minizero.parts.freed import FreedGradient
 from minizero.parts.precision import LossScaler, cast, compute_dtype, lower
+from minizero.parts.units import Order, Unit, Watch
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those whose hooks are in place
 
@@ -52,6 +55,7 @@ class Engine(nn.Module):
             raise ValueError('precision="fp16" needs the optimizer: a step whose gradients overflow must not be made')
         self.loss_scaler = _scaler(precision, loss_scaler)
         self.module = module
+        self._names = {param: name for name, param in module.named_parameters()}
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.group = comm.default_group() if group is None else group
@@ -63,6 +67,9 @@ class Engine(nn.Module):
         self.skipped = 0
         self.buckets: list[Bucket] = []
         self.weights: list[FlatShard] = []  # what the optimizer updates, where it is not the parameters themselves
+        self.units: list[Unit] = []  # whose weights come and go
+        self._order: Order | None = None  # in which they came, where ranks must agree on it
+        self._watch: Watch | None = None  # which tells when they come and go
         self._sync = True
         self._gradients = Gradients.LOCAL
         self._squares: list[float] | None = None  # of the gradients' norm, from each rank
@@ -78,16 +85,36 @@ class Engine(nn.Module):
     def _params_by_bucket(self, bucket_mb: float) -> list[tuple[str, list[nn.Parameter]]]:
         """The trainable parameters, in the precision in which they compute, as buckets with their names."""
         partition([], bucket_mb)  # first of all its ValueError
-        self._exact = lower(self.module, self.compute_dtype)
-        self._frozen = {p: exact.dtype for p, exact in self._exact.items() if not p.requires_grad}
+        self._lower()
         trainable = [param for param in self.module.parameters() if param.requires_grad]
         return [(f"bucket {i}", params) for i, params in enumerate(partition(trainable, bucket_mb))]
+
+    def _lower(self) -> None:
+        """Parameters get the precision in which they compute."""
+        self._exact = lower(self.module, self.compute_dtype)
+        self._frozen = {p: exact.dtype for p, exact in self._exact.items() if not p.requires_grad}
 
     def _flat_shard(self, name: str, params: list[nn.Parameter], rank: int, world_size: int) -> FlatShard:
         """Make the parameters views of a flat buffer, of which `rank` of `world_size` updates its shard."""
         exact = [self._exact.get(param, param.data) for param in params]
         self.weights.append(FlatShard(name, params, rank, world_size, exact, master=params[0] in self._exact))
         return self.weights[-1]
+
+    def _params_by_unit(self, bucket_mb: float) -> list[tuple[Unit, list[nn.Parameter]]]:
+        """The parameters of each unit, in the precision in which they compute; of a unit with several kinds, kind by kind."""
+        partition([], bucket_mb)  # first of all its ValueError
+        self._lower()
+        return [(unit, params) for unit in self.units for params in unit.kinds()]
+
+    def _unit_shard(self, unit: Unit, params: list[nn.Parameter]) -> UnitShard:
+        """Free the parameters, and keep `rank`'s shard of them."""
+        exact = [self._exact.get(param, param.data) for param in params]
+        master = params[0].requires_grad and params[0] in self._exact
+        shard = UnitShard(unit.name, params, self.rank, self.world_size, exact, master, [repr(self._names[p]) for p in params])
+        unit.shards.append(shard)
+        if params[0].requires_grad:
+            self.weights.append(shard)
+        return shard
 
     def _take_over(self) -> None:
         """Point the optimizer at what it shall update, and the parameters' hooks at this engine."""
@@ -125,11 +152,12 @@ class Engine(nn.Module):
     def _hook_gradients(self) -> None:
         """Hear of each gradient, before and after autograd adds it to a parameter's .grad. Keeps nothing alive."""
         me = weakref.ref(self)
+        self._accumulators: list[Node] = []
 
-        def before(param: nn.Parameter, _: Tensor) -> None:
+        def before(param: nn.Parameter, _: tuple[Tensor, ...]) -> None:
             engine = me()
             if engine is not None:
-                engine._bucket_of[param].make_room()
+                engine._bucket_of[param].before_accumulation(param)
 
         def after(param: nn.Parameter, _: Tensor) -> None:
             engine = me()
@@ -139,9 +167,13 @@ class Engine(nn.Module):
         for param in self._bucket_of:
             handles = [param.register_post_accumulate_grad_hook(functools.partial(after, param))]
             if self.optimizer_sees_shards:
-                handles.append(param.register_hook(functools.partial(before, param)))
+                with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be there for this
+                    accumulator = get_gradient_edge(param).node
+                self._accumulators.append(accumulator)  # the parameter itself does not keep it
+                handles.append(accumulator.register_prehook(functools.partial(before, param)))
             for handle in handles:
                 weakref.finalize(self, handle.remove)
+        weakref.finalize(self, _let_go, list(self._bucket_of))
         _engines.add(self)
 
     # --- forward ------------------------------------------------------------------------------------
@@ -150,13 +182,15 @@ class Engine(nn.Module):
         """The module's output. In training, buffers (BatchNorm's statistics, say) are rank 0's first."""
         if torch.is_grad_enabled() and not _inside_backward():
             self._check_unchanged()
-            self._before_forward()
+            self._begin_batch()
             if self.module.training:
                 comm.broadcast(list(self.module.buffers()), self.group, "buffers")
         args, kwargs = cast((args, kwargs), self.compute_dtype)
         return self.module(*args, **kwargs)
 
-    def _before_forward(self) -> None:
+    def _begin_batch(self) -> None:
+        if self._watch is not None:
+            self._watch.reset()
         if self._gradients is Gradients.ARRIVING:  # the last backward raised: end what the other ranks may wait for
             self._reduce_the_rest()
         if self._gradients is Gradients.SYNCED and self.module.training:
@@ -197,6 +231,10 @@ class Engine(nn.Module):
         self._scaled_backward = True
         try:
             (loss if self.loss_scaler is None else loss.float() * self.loss_scale).backward()
+        except Exception:
+            if self._watch is not None:
+                self._watch.go_on()
+            raise
         finally:  # also if it raises: the other ranks wait for this one's buckets
             self._scaled_backward = False
             if self._sync:
@@ -280,7 +318,10 @@ class Engine(nn.Module):
         for bucket in self.buckets:
             if not bucket.late:
                 bucket.prepare(self.loss_scale)
-        somewhere, self._squares = comm.agree(flags, self._own_squares(), self.group, self.device)
+        numbers = [self._own_squares()] + ([] if self._order is None else [self._order.fingerprint()])
+        somewhere, (self._squares, *orders) = comm.agree(flags, numbers, self.group, self.device)
+        if self._order is not None:
+            self._order.compare(*orders)
         answers = iter(somewhere)
         params = [param for bucket in self.buckets for param in bucket.params]
         return {p for p in params if next(answers)}, [b for b in self.buckets if next(answers)]
@@ -334,6 +375,8 @@ class Engine(nn.Module):
                 if piece.grad is not None:
                     piece.grad = None if set_to_none else piece.grad.zero_()
         self._unscaled = False
+        if self._order is not None:
+            self._order.clear()
 
     def _gradients_are_sound(self) -> bool:
         """With `clip_norm`, and in fp16: measure the global norm. False if it is not finite: then nothing may move."""
@@ -343,7 +386,7 @@ class Engine(nn.Module):
         if not self.optimizer_sees_shards:
             squares = [self._own_squares()]
         elif squares is None:
-            squares = comm.agree([], self._own_squares(), self.group, self.device)[1]
+            squares = comm.agree([], [self._own_squares()], self.group, self.device)[1][0]
         self.grad_norm = math.sqrt(sum(squares))
         if not math.isfinite(self.grad_norm):
             return False
@@ -420,32 +463,36 @@ class Engine(nn.Module):
     @contextlib.contextmanager
     def _in_full_precision(self, changed: bool = False) -> Iterator[None]:
         """The parameters are what their masters are, whole and in fp32. `changed`: afterwards the masters are what they are."""
+        shards = self._shards_apart()
+        for shard in shards:
+            shard.adopt()
+            exact_P = shard.empty(shard.shard_S.dtype)
+            if shard.layout.world_size == 1:
+                exact_P.copy_(shard.shard_S)
+            else:
+                comm.all_gather(exact_P, shard.shard_S, self.group, "state").wait()
+            shard.show(exact_P)
         lowered = {param: param.data for param in self._frozen}
         for param, dtype in self._frozen.items():
             param.data = param.data.to(dtype)
-        masters = [shard for shard in self.weights if shard.has_master]
-        for shard in masters:
-            shard.adopt()
-            full_P = kinds.tag(torch.empty_like(shard.full_P, dtype=torch.float32), "params")
-            if shard.layout.world_size == 1:
-                full_P.copy_(shard.shard_S)
-            else:
-                comm.all_gather(full_P, shard.shard_S, self.group, "state").wait()
-            for param, view in zip(shard.params, flat.views(full_P, shard.layout), strict=True):
-                param.data = view
         try:
             yield
             if changed:
-                for shard in masters:
+                for shard in shards:
                     shard.fill([param.data for param in shard.params])
                 for param, data in lowered.items():
                     data.copy_(param.data)
         finally:
-            for shard in masters:
-                for param, view in zip(shard.params, flat.views(shard.full_P, shard.layout), strict=True):
-                    param.data = view
             for param, data in lowered.items():
                 param.data = data
+            for shard in shards:
+                shard.hide()
+
+    def _shards_apart(self) -> list[FlatShard]:
+        """Those whose parameters are not the weights themselves, whole and exact."""
+        if self.units:
+            return [shard for unit in self.units for shard in unit.shards]
+        return [shard for shard in self.weights if shard.has_master]
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """{"state": {name: {…}}, "param_groups": [{…, "params": [names]}]}: the optimizer's state dict, with whole tensors
@@ -490,7 +537,7 @@ class Engine(nn.Module):
         return self._repointed if self.weights else [list(group["params"]) for group in self.optimizer.param_groups]
 
     def _name(self, param: Tensor) -> str:
-        return next(name for name, (known, _) in self._known.items() if known is param)
+        return self._names[param]
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise TypeError(
@@ -503,6 +550,13 @@ class Engine(nn.Module):
             f"{type(self).__name__} cannot be pickled: it belongs to this rank's process group. "
             "Send engine.state_dict() and engine.optimizer_state_dict()"
         )
+
+
+def _let_go(params: list[nn.Parameter]) -> None:
+    """Their engine is gone, and with it the gradients that it had sharded."""
+    for param in params:
+        if isinstance(param.grad, FreedGradient):
+            param.grad = None
 
 
 def _scaler(precision: str | None, loss_scaler: LossScaler | None) -> LossScaler | None:

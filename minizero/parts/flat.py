@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from minizero.parts import kinds
+from minizero.parts import freed, kinds
 
 ALIGN = 32  # elements: 64 bytes in 16 bits, so that offsets agree between a 16-bit buffer and its fp32 masters
 
@@ -66,6 +66,16 @@ def shard(flat_P: Tensor, rank: int, world_size: int) -> Tensor:
     return flat_P[rank * S : (rank + 1) * S]
 
 
+def free(flat_P: Tensor) -> None:
+    """Give the buffer's memory back. Its views stay, and may not be used until allocate()."""
+    flat_P.untyped_storage().resize_(0)
+
+
+def allocate(flat_P: Tensor) -> None:
+    """Give a freed buffer memory again; what is in it is left to chance."""
+    flat_P.untyped_storage().resize_(flat_P.numel() * flat_P.element_size())
+
+
 @dataclass(frozen=True)
 class Cut:
     """What of one tensor lies in a rank's shard."""
@@ -100,18 +110,34 @@ class FlatShard:
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int,
                  weights: Sequence[Tensor] | None = None, master: bool = False):  # fmt: skip
-        self.name, self.params = name, list(params)
+        self.name, self.params, self.rank = name, list(params), rank
         self.layout = layout(self.params, world_size)
         self._cuts = {self.params[cut.tensor]: cut for cut in cuts(self.layout, rank)}
-        like = self.params[0]
-        self.full_P = kinds.tag(torch.zeros(self.layout.P, dtype=like.dtype, device=like.device), "params")
-        self.slice_S = self.shard_S = shard(self.full_P, rank, world_size)
+        self.slice_S = self.shard_S = self._slice()
         if master:
-            self.shard_S = kinds.tag(torch.zeros(self.layout.S, dtype=torch.float32, device=like.device), "optimizer")
+            self.shard_S = kinds.tag(torch.zeros_like(self.slice_S, dtype=torch.float32), "optimizer")
         self.fill([param.data for param in params] if weights is None else weights)
-        for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
+        self.hide()
+        trainable = params[0].requires_grad
+        self.pieces = {param: piece.requires_grad_() for param, piece in self.cut(self.shard_S).items()} if trainable else {}
+
+    def _slice(self) -> Tensor:
+        """Memory for the weights, of which this is the rank's slice."""
+        self.full_P = self.empty(self.params[0].dtype).zero_()
+        return shard(self.full_P, self.rank, self.layout.world_size)
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """P elements for the full weights."""
+        return kinds.tag(torch.empty(self.layout.P, dtype=dtype, device=self.params[0].device), "params")
+
+    def show(self, full_P: Tensor) -> None:
+        """Each parameter becomes its view of the buffer."""
+        for param, view in zip(self.params, views(full_P, self.layout), strict=True):
             param.data = view
-        self.pieces = {param: piece.requires_grad_() for param, piece in self.cut(self.shard_S).items()}
+
+    def hide(self) -> None:
+        """Each parameter is again what it was before show()."""
+        self.show(self.full_P)
 
     @property
     def has_master(self) -> bool:
@@ -143,8 +169,11 @@ class FlatShard:
         for view, weight in zip(views(self.full_P, self.layout), weights, strict=True):
             view.copy_(weight)
         if self.has_master:
-            for cut in self._cuts.values():
-                self.shard_S[cut.of_shard] = self._flat(cut, weights[cut.tensor])[cut.of_tensor]
+            self._fill_shard(self.shard_S, weights)
+
+    def _fill_shard(self, shard_S: Tensor, weights: Sequence[Tensor]) -> None:
+        for cut in self._cuts.values():
+            shard_S[cut.of_shard] = self._flat(cut, weights[cut.tensor])[cut.of_tensor]
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -152,6 +181,10 @@ class FlatShard:
 
         RuntimeError for one of another shape, dtype or device.
         """
+        self._adopt_replaced()
+        self._adopt_slice()
+
+    def _adopt_replaced(self) -> None:
         for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
             if param.data_ptr() == view.data_ptr():
                 continue
@@ -161,6 +194,9 @@ class FlatShard:
                     f"{param.dtype} {list(param.shape)} on {param.device} now: make the change first"
                 )
             param.data = view.copy_(param.data)
+
+    def _adopt_slice(self) -> None:
+        """Where the slice is not the rounding of its master, somebody has written to it."""
         if self.has_master:
             written = self.shard_S.to(self.slice_S.dtype) != self.slice_S
             self.shard_S[written] = self.slice_S[written].float()
@@ -172,6 +208,74 @@ class FlatShard:
         if self.has_master:
             self.slice_S.copy_(self.shard_S)
         increment_version(self.params)
+
+
+class UnitShard(FlatShard):
+    """The same, but of the weights this rank has only its slice; the whole is there from gather to free.
+
+    slice_S    this rank's slice, as it computes, with memory of its own
+    full_P     the gathered weights, or None
+    labels     for each parameter, how an error names it
+    """
+
+    full_P: Tensor | None = None
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int,
+                 weights: Sequence[Tensor] | None = None, master: bool = False, labels: Sequence[str] = ()):  # fmt: skip
+        self.labels = labels
+        self._versions: list[int] | None = None  # the parameters' version counters when the gathered weights were new
+        super().__init__(name, params, rank, world_size, weights, master)
+
+    def _slice(self) -> Tensor:
+        like = self.params[0]
+        return kinds.tag(torch.zeros(self.layout.S, dtype=like.dtype, device=like.device), "params")
+
+    @property
+    def resident(self) -> bool:
+        """The full weights have memory."""
+        return self.full_P is not None
+
+    def allocate(self) -> Tensor:
+        """Memory for the full weights, which are to be gathered into it. It is new each time: what somebody else still holds
+        of the old one stays what it was."""
+        self.full_P = self.empty(self.slice_S.dtype)
+        return self.full_P
+
+    def show(self, full_P: Tensor) -> None:
+        for param, view in zip(self.params, views(full_P, self.layout), strict=True):
+            freed.restore(param, view)
+        self._versions = [param._version for param in self.params]
+
+    def hide(self) -> None:
+        if self.full_P is not None:
+            self.show(self.full_P)
+        else:
+            for param, label in zip(self.params, self.labels, strict=True):
+                freed.free(param, label, self.slice_S.dtype)
+
+    def free(self) -> None:
+        """Give the full weights back. What was written to them meanwhile, as by a layer that keeps its weights small, counts."""
+        if self._versions is not None and self._versions != [param._version for param in self.params]:
+            self.adopt()
+        self.full_P = self._versions = None
+        self.hide()
+
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            self._fill_shard(self.slice_S, weights)
+            if self.has_master:
+                self._fill_shard(self.shard_S, weights)
+            if self.full_P is not None:
+                for view, weight in zip(views(self.full_P, self.layout), weights, strict=True):
+                    view.copy_(weight)
+
+    def adopt(self) -> None:
+        """Take over what was written to the gathered weights."""
+        if self.full_P is not None:
+            with torch.no_grad():
+                self._adopt_replaced()
+                self.slice_S.copy_(shard(self.full_P, self.rank, self.layout.world_size))
+                self._adopt_slice()
 
 
 def _round_up(n: int, multiple: int) -> int:

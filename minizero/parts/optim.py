@@ -95,11 +95,11 @@ def _gather(optimizer: Optimizer, shard: FlatShard, group: comm.Group) -> dict[n
         for index, state in theirs.items():
             merged[index] = {**state, **merged.get(index, {})}
     for key, kind in dict.fromkeys((key, value) for s in merged.values() for key, value in s.items() if isinstance(value, _Cut)):
-        shard_S = torch.zeros(shard.layout.S, dtype=kind.dtype, device=shard.full_P.device)
+        shard_S = torch.zeros(shard.layout.S, dtype=kind.dtype, device=shard.shard_S.device)
         for param, view in shard.cut(shard_S).items():
             if key in own[param]:
                 view.copy_(own[param][key])
-        full_P = torch.empty(shard.layout.P, dtype=kind.dtype, device=shard.full_P.device)
+        full_P = torch.empty(shard.layout.P, dtype=kind.dtype, device=shard.shard_S.device)
         comm.all_gather(full_P, shard_S, group, "state").wait()
         for index, view in enumerate(flat.views(full_P, shard.layout)):
             if index in merged and merged[index].get(key) == kind:

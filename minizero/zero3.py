@@ -1,0 +1,165 @@
+"""ZeRO-3: a unit's weights exist while the unit works; between, every rank keeps 1/N of them.
+
+               weights   gradients   Adam + master    bytes per rank    a rank sends
+    ZeRO-2     full      1/N         1/N              2Ψ + 14Ψ/N        2Ψ (N−1)/N
+    ZeRO-3     1/N       1/N         1/N              16Ψ/N             3Ψ (N−1)/N
+
+A unit (a block, say) is gathered before its forward and freed after it; gathered before its backward; and after that its
+gradients are reduce-scattered, and weights and gradients freed. Nothing about the model is split: every rank computes
+every layer, on its own batch. What it costs: weights are gathered twice where ZeRO-2 gathers them once, in each
+micro-step, 3GΨ for G of them. Rajbhandari et al. 2020, sections 5.3 and 7.2.
+"""
+
+# P = elements of a unit's flat buffer, padded; S = P // N = a rank's shard of it
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from minizero.parts import comm
+from minizero.parts.bucket import TransientBucket
+from minizero.parts.engine import Engine, Gradients
+from minizero.parts.precision import LossScaler
+from minizero.parts.units import Order, Unit, Watch, units_of
+
+
+class Zero3(Engine):
+    """Data parallel training of `module` on all ranks of `group`, with weights, gradients and the optimizer's state sharded.
+
+    module: the model, equal in shape on all ranks; rank 0's weights and buffers win
+    optimizer: an ordinary element-wise torch optimizer over its parameters; its param_groups hold this rank's pieces then
+    units: modules, or classes of modules, that are gathered one at a time; by default the children of the outermost
+        ModuleLists and Sequentials. The rest is the root unit, which encloses them
+    precision: "bf16" or "fp16" computes in 16 bits and updates an fp32 master of the shard
+    clip_norm: clip gradients to this global norm; math.inf only measures it (engine.grad_norm)
+    bucket_mb: without effect, since a unit's gradients travel together; here so that engines can be exchanged
+
+    Outside its unit's forward and backward, to use a weight is an error: see gathered().
+    """
+
+    optimizer_sees_shards = True
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, *,
+                 units: Iterable[type[nn.Module] | nn.Module] | None = None,
+                 precision: str | None = None, clip_norm: float | None = None, bucket_mb: float = 25,
+                 group: comm.Group | None = None, loss_scaler: LossScaler | None = None):  # fmt: skip
+        super().__init__(module, optimizer, precision=precision, clip_norm=clip_norm, group=group, loss_scaler=loss_scaler)
+        self.units = units_of(module, units)
+        self._follow_rank_0()
+        for unit, params in self._params_by_unit(bucket_mb):
+            weights = self._unit_shard(unit, params)
+            if params[0].requires_grad:
+                unit.buckets.append(TransientBucket(unit.name, params, weights, self.rank, self.world_size, self._names))
+                self.buckets.append(unit.buckets[-1])
+        self._reduced: set[Unit] = set()  # in this backward
+        self._under_way: dict[TransientBucket, comm.Pending] = {}  # the last reduction
+        self._order = Order(self.group)
+        self._take_over()
+        self._watch = Watch(self.units, self)
+
+    # --- a unit's forward and backward ----------------------------------------------------------------
+
+    def _enter_forward(self, unit: Unit) -> None:
+        self._gather(unit)
+
+    def _leave_forward(self, unit: Unit) -> None:
+        unit.free()
+
+    def _enter_backward(self, unit: Unit) -> None:
+        self._gather(unit)
+
+    def _leave_backward(self, unit: Unit) -> None:
+        self._reduce(unit)
+        if not self._watch.needs(unit):
+            unit.free()
+
+    # --- the all-gather of a unit's weights -----------------------------------------------------------
+
+    def _gather(self, unit: Unit) -> None:
+        """Its weights, from all ranks."""
+        if unit.resident:
+            return
+        self._order.append(unit)
+        gathers = [comm.all_gather(shard.allocate(), shard.slice_S, self.group, unit.name) for shard in unit.shards]
+        for gather in gathers:
+            gather.wait()
+        unit.show()
+
+    # --- the reduce-scatter of a unit's gradients -------------------------------------------------------
+
+    def _reduce(self, unit: Unit) -> None:
+        """Its backward is over: this rank gets the mean of its shard."""
+        if unit not in self._reduced and self._gradients is Gradients.ARRIVING:
+            self._reduced.add(unit)
+            for bucket in unit.buckets:
+                self._launch(bucket)
+
+    def _reduce_the_rest(self) -> None:
+        """Backward has ended. Units to which it did not come give zeros."""
+        self._watch.end()
+        for unit in reversed(self.units):
+            self._reduce(unit)
+        self._land()
+        self._reduced.clear()
+        self._gradients = Gradients.REDUCED
+
+    def _launch(self, bucket: TransientBucket) -> None:
+        """The bucket before has arrived by now, and is freed: one is under way while another fills."""
+        self._land()
+        grad_P = bucket.close()
+        self._under_way[bucket] = comm.reduce_scatter_mean(bucket.grad_S, grad_P, self.group, bucket.name)
+
+    def _land(self) -> None:
+        """Wait for what was launched: this rank has the mean of its shard, and the bucket's memory is free."""
+        for bucket, pending in self._under_way.items():
+            pending.wait()
+            bucket.land()
+        self._under_way.clear()
+
+    def _gradient_ready(self, param: nn.Parameter) -> None:
+        """Autograd has finished one gradient. It waits for the others of its unit."""
+
+    def no_sync(self) -> NoReturn:
+        """RuntimeError: to accumulate locally, a rank would have to keep the gradients that ZeRO-3 gives back."""
+        raise RuntimeError(
+            "ZeRO-3 has no no_sync(): gradients that wait on this rank for the next backward would be whole, and Zero3 keeps only "
+            "1/N of them. Leave it out: each backward is reduced and its shard accumulates; or take Zero1"
+        )
+
+    # --- step ---------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        """Each rank updates its shard of the weights. Nothing is gathered: the next forward does that."""
+        self.optimizer.step()
+        for shard in self.weights:
+            shard.publish()
+        for unit in self.units:
+            if unit.pinned:  # somebody is reading
+                for shard in unit.shards:
+                    comm.all_gather(shard.full_P, shard.slice_S, self.group, unit.name).wait()
+                unit.show()
+
+    @contextlib.contextmanager
+    def gathered(self, *modules: nn.Module) -> Iterator[None]:
+        """Inside, the full weights of these modules (of all, without arguments) can be read. What is written to them, on every
+        rank, counts. A call of all ranks."""
+        wanted = {param for part in modules or [self.module] for param in part.parameters()}
+        units = [unit for unit in self.units if wanted.intersection(unit.params)]
+        for unit in units:
+            unit.pinned += 1
+            self._gather(unit)
+        try:
+            with self._watch.saving():
+                yield
+        finally:
+            for unit in units:
+                unit.pinned -= 1
+                for shard in unit.shards:
+                    shard.adopt()
+                if not self._watch.needs(unit):
+                    unit.free()
