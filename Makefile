@@ -36,6 +36,7 @@ check: $(DEV)
 
 bench: $(LAB)
 	$(BIN)/python benchmarks/step_time.py $(ARGS)
+	$(BIN)/python benchmarks/memory.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +50,23 @@ def torch_zero1(model, optimizer):
     return torch_ddp(model, ZeroRedundancyOptimizer(model.parameters(), type(optimizer), **settings))
 
 
+def torch_fsdp2(model, optimizer):
+    """FSDP2, each block a unit, as Zero3 has it."""
+    mesh = init_device_mesh(mz.device().type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    settings = {key: value for key, value in optimizer.defaults.items() if key in ("lr", "weight_decay")}
+    optimizer = type(optimizer)(model.parameters(), **settings)
+
+    def step(x, y):
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def ours(engine_class):
     def build(model, optimizer):
         engine = engine_class(model, optimizer)
@@ -67,6 +86,9 @@ CONTESTANTS = {
     "minizero DDP": ours(mz.DDP),
     "torch DDP + ZeroRedundancyOptimizer": torch_zero1,
     "minizero Zero1": ours(mz.Zero1),
+    "minizero Zero2": ours(mz.Zero2),
+    "torch FSDP2": torch_fsdp2,
+    "minizero Zero3": ours(mz.Zero3),
 }
 
 
