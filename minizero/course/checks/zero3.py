@@ -614,6 +614,7 @@ _FAILED = [*_unit("root", *_unit("0"), *_unit("1"))]  # block 1 raises
 def hooks(answer, expect):
     """gather before and free after each forward, nested, in training and evaluation, after an exception, for twice used blocks; inputs and outputs untouched"""
     causes = {
+        "missing 1 required positional argument: 'x'": "what a pre-hook returns takes the place of the inputs: return nothing",
         "positional argument": "torch hands a hook the module, its inputs and, after forward, its output; gather and free take none: call them in a function that takes these",
         "'NoneType' object is not callable": "gather() calls it at once, and registers what it returns: hand over a function",
         "unexpected keyword": "with_kwargs=True gives a hook one argument more, and a function in forward's place has to hand on whatever it gets",
@@ -1040,7 +1041,7 @@ _SMALL, _LARGE = (3, (2, 4)), (24, (24,) * 12)  # (width, of each block)
     call="ShardedUnit(module, params)",
     points=4,
     hints=[
-        "Backward has no hooks on modules that would come at the right moment for every unit. But when is a unit's backward about to begin, seen from the tensor that it returned? And when is it over, seen "
+        "A module's full backward hook comes too early where the input needs no gradient, as in a first layer. When is a unit's backward about to begin, seen from the tensor that it returned? And when is it over, seen "
         "from its parameters?",
         "In a forward hook: output.register_hook(fn) calls fn(grad) when the output's gradient is ready; only if output.requires_grad. param.register_post_accumulate_grad_hook(fn) calls fn(param) when "
         "param.grad is complete: count them. Then reduce_scatter, divide, .grad = None, free. Set the counter back.",
@@ -1055,7 +1056,7 @@ def backward(answer, expect):
     _metered(answer, expect, 2)
 
 
-_USED = "a weight is used whose memory is gone: was it freed before its gradients were complete? Or gathered into another storage than the one that autograd saw in forward?"
+_USED = "a weight is used whose memory is gone: was it freed before its gradients were complete? Does a unit hold parameters of another (take `params`)? Or was it gathered into another storage than the one that autograd saw in forward?"
 _UNIT_CAUSES = _CAUSES | {
     "died": _USED,
     "storage of size 0": _USED,
@@ -1178,10 +1179,10 @@ def _backward_otherwise(got: list[str], want: list[str]) -> str:
     if kinds_missing == {"gather"}:
         return "the weights are kept from forward to backward: the traffic is 2P in place of 3P, and all units are there at once. Free after forward, gather again"
     if kinds_missing == {"reduce"}:
-        return "some gradients are not reduced: is the unit's last one noticed, in each backward, and is the counter set back?"
+        return "some gradients are not reduced: is a message sent for them at all; is the unit's last one noticed, in each backward, and is the counter set back?"
     if "gather" in kinds_extra:
         if any(got[i : i + 2] == [f"reduce {name}", f"gather {name}"] for name in {event.split()[1] for event in want} for i in range(len(got))):
-            return "the gradients are gathered as well: a rank keeps its shard of them, and needs no more"
+            return "something is gathered right after its reduce, the gradients or the weights again: a rank keeps its shards, and needs no more"
         return "a unit is gathered more than once in backward: one hook, on its output, is enough"
     if not extra and not missing:
         reduced, gathered = ([event.split()[1] for event in got if event.startswith(what)] for what in ("reduce", "gather"))
