@@ -68,6 +68,7 @@ class Zero3(Engine):
         self._gather(unit)
 
     def _leave_forward(self, unit: Unit) -> None:
+        unit.adopt()  # what a forward has written to its own weights
         unit.free()
 
     def _enter_backward(self, unit: Unit) -> None:
@@ -159,7 +160,6 @@ class Zero3(Engine):
         finally:
             for unit in units:
                 unit.pinned -= 1
-                for shard in unit.shards:
-                    shard.adopt()
+                unit.adopt()
                 if not self._watch.needs(unit):
                     unit.free()

@@ -689,6 +689,35 @@ def test_create_graph_is_refused_with_the_cure_and_the_next_step_is_right(ranks,
         assert difference <= 1e-9
 
 
+class Cut(torch.autograd.Function):
+    """Hands on its input, and no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def with_undefined_gradients(rank, engine_type, world_size):
+    torch.manual_seed(0)
+    model = mlp(3, 4, 2).double()
+    model.insert(1, nn.Identity())
+    model[1].forward = Cut.apply  # the first layer is used, and gets nothing
+    reference = copy.deepcopy(model)
+    engine = wrap(engine_type, model, sgd(model, momentum=0.9, weight_decay=0.1))
+    train(engine, 10, rank, world_size)
+    train_alone(reference, sgd(reference, momentum=0.9, weight_decay=0.1), 10)
+    return distance(weights(engine), weights(reference))
+
+
+@world_sizes
+def test_a_parameter_to_which_autograd_brings_no_gradient_stays_as_it_is(ranks, engine_type, world_size):
+    assert max(ranks(world_size).run(with_undefined_gradients, engine_type, world_size)) <= 1e-9
+
+
 def with_sparse_gradients(rank, engine_type):
     model = nn.Embedding(10, 4, sparse=True)
     engine = wrap(engine_type, model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -108,6 +108,31 @@ def test_two_models_may_share_what_is_frozen_unless_it_is_sharded(ranks, engine_
             assert error is None
 
 
+def sharing_memory(rank, engine_type):
+    def after(change):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        change(model)
+        return refusal(wrap, engine_type, model)
+
+    return {
+        "data": after(lambda m: setattr(m[1].weight, "data", m[0].weight.data)),
+        "a part": after(lambda m: setattr(m[1].bias, "data", m[0].weight.data[1])),
+        "a buffer": after(lambda m: m.register_buffer("seen", m[0].weight.detach().t())),
+        "neighbours": after(lambda m: [setattr(m[i].bias, "data", both) for i, both in enumerate(torch.zeros(2, 3))]),
+        "one object": after(lambda m: setattr(m[1], "weight", m[0].weight)),
+    }
+
+
+def test_what_shares_memory_without_being_one_parameter_is_refused_where_weights_are_moved(ranks, engine_type):
+    for errors in ranks(2).run(sharing_memory, engine_type):
+        assert errors["neighbours"] is None and errors["one object"] is None
+        for case in ("data", "a part", "a buffer"):
+            if engine_type is mz.DDP:
+                assert errors[case] is None
+            else:
+                assert errors[case].startswith("ValueError: ") and "share memory" in errors[case] and "'0.weight'" in errors[case]
+
+
 def with_a_closure(rank, engine_type):
     engine = wrap(engine_type, mlp(3, 2))
     return refusal(engine.step, lambda: 1.0)

@@ -588,3 +588,26 @@ def test_what_stays_fp32_is_divided_by_the_loss_scale_too(ranks, engine_type, wo
         assert max(norms) < 10 and norms_here == pytest.approx(norms, rel=1e-4)
         for name in state:
             assert torch.allclose(state[name].float(), state_here[name].float(), rtol=0, atol=1e-4), name
+
+
+def saved_in_between(rank, world_size, engine_type, precision, what, saves):
+    """Batches that are thrown away, and micro-batches: with and without a look at the weights after each step."""
+    model = build("containers")
+    engine = engine_type(model, sgd(model), precision=precision, bucket_mb=BUCKET_MB)
+    for step in range(4):
+        for micro in range(2):
+            engine.backward(loss_of(engine, share(rows(model, 10 * step + micro, 12), rank, world_size)) / 2)
+            if what == "thrown away" and micro == 0:
+                engine.zero_grad()
+        engine.step()
+        if saves:
+            engine.load_state_dict(engine.state_dict()) if what == "loaded" else engine.state_dict()
+    return list(engine.state_dict().values())
+
+
+@every_engine
+@both_precisions
+@pytest.mark.parametrize("what", ["accumulated", "thrown away", "loaded"])
+def test_to_save_or_to_load_the_weights_between_steps_changes_nothing(ranks, engine_type, precision, what):
+    expected, got = (ranks(2).run(saved_in_between, 2, engine_type, precision, what, saves) for saves in (False, True))
+    assert all(same(a, b) for a, b in zip(expected, got, strict=True))

@@ -523,6 +523,42 @@ def test_what_a_forward_writes_to_its_own_weights_is_kept(ranks, world_size):
     assert max(ranks(world_size).run(embedding_of_bounded_norm, world_size)) <= 1e-6
 
 
+class Momentum(nn.Module):
+    """A frozen copy follows a trained layer, as in MoCo, by writes that autograd does not see."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.q, self.k, self.how = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), how
+
+    def forward(self, x):
+        for q, k in zip(self.q.parameters(), self.k.parameters(), strict=True):
+            if self.how == "replaced":
+                k.data = k.data * 0.5 + q.data * 0.5
+            elif self.how == "in .data":
+                k.data.mul_(0.5).add_(q.data, alpha=0.5)
+            else:
+                k.mul_(0.5).add_(q.detach(), alpha=0.5)
+        return self.q(x) + self.k(x)
+
+
+@world_sizes
+@pytest.mark.parametrize("how", ["replaced", "in .data", "in place"])
+def test_weights_that_a_forward_makes_from_others_are_kept(ranks, how, world_size):
+    def steps(rank):
+        results = []
+        for engine_type in (mz.Zero2, mz.Zero3):
+            torch.manual_seed(0)
+            model = nn.Sequential(Momentum(how), nn.Linear(4, 4))
+            engine = engine_type(model, sgd(model))
+            for step in range(3):
+                engine.backward(engine(share(batch(step, 6).float(), rank, world_size)).pow(2).mean())
+                engine.step()
+            results.append(full(engine))
+        return same(*results)
+
+    assert all(ranks(world_size).run(steps))
+
+
 # --- graphs -------------------------------------------------------------------------------------------
 
 

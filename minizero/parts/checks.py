@@ -70,6 +70,26 @@ def check_arguments(module: Any, optimizer: Any, clip_norm: Any, engine_type: ty
     check_groups(set(module.parameters()), optimizer)
 
 
+def check_memory(module: nn.Module) -> None:
+    """ValueError if a parameter shares elements with another one or with a buffer, without being the same object."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.storage_offset() * tensor.element_size()
+            end = start + extent * tensor.element_size()
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append((start, end, name))
+    parameters = dict(module.named_parameters())
+    for places in spans.values():
+        places.sort()
+        for (_, end, first), (start, _, second) in zip(places, places[1:], strict=False):
+            if start < end and (first in parameters or second in parameters):
+                raise ValueError(
+                    f"{first!r} and {second!r} share memory, and would not any more once the weights are sharded. To tie two "
+                    "parameters make them one object (b.weight = a.weight); a buffer needs memory of its own: clone() it"
+                )
+
+
 def check_groups(own: set[Tensor], optimizer: torch.optim.Optimizer) -> None:
     """ValueError if the optimizer updates a tensor that is not the engine's."""
     for number, param_group in enumerate(optimizer.param_groups):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from minizero.parts import checks, comm, optim
+from minizero.parts import checks, comm, flat, optim
 from minizero.parts.bucket import Bucket, partition
 from minizero.parts.flat import FlatShard, UnitShard
 from minizero.parts.freed import FreedGradient
@@ -50,6 +50,7 @@ class Engine(nn.Module):
             if optimizer is None:
                 raise TypeError(f"{type(self).__name__} shards the optimizer's state: give it one, {type(self).__name__}(model, optimizer)")
             optim.check_elementwise(type(optimizer), optimizer.defaults)
+            checks.check_memory(module)
         self.compute_dtype = compute_dtype(precision)
         if precision == "fp16" and optimizer is None:
             raise ValueError('precision="fp16" needs the optimizer: a step whose gradients overflow must not be made')
@@ -153,10 +154,15 @@ class Engine(nn.Module):
         """Hear of each gradient, before and after autograd adds it to a parameter's .grad. Keeps nothing alive."""
         me = weakref.ref(self)
         self._accumulators: list[Node] = []
+        self._undefined: set[nn.Parameter] = set()
 
-        def before(param: nn.Parameter, _: tuple[Tensor, ...]) -> None:
+        def before(param: nn.Parameter, grads: tuple[Tensor | None, ...]) -> None:
             engine = me()
-            if engine is not None:
+            if engine is None:
+                return
+            if grads[0] is None:  # autograd has come to it, and brings nothing
+                engine._undefined.add(param)
+            else:
                 engine._bucket_of[param].before_accumulation(param)
 
         def after(param: nn.Parameter, _: Tensor) -> None:
@@ -165,12 +171,11 @@ class Engine(nn.Module):
                 engine._gradient_arrived(param)
 
         for param in self._bucket_of:
-            handles = [param.register_post_accumulate_grad_hook(functools.partial(after, param))]
-            if self.optimizer_sees_shards:
-                with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be there for this
-                    accumulator = get_gradient_edge(param).node
-                self._accumulators.append(accumulator)  # the parameter itself does not keep it
-                handles.append(accumulator.register_prehook(functools.partial(before, param)))
+            with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be there for this
+                accumulator = get_gradient_edge(param).node
+            self._accumulators.append(accumulator)  # the parameter itself does not keep it
+            handles = [param.register_post_accumulate_grad_hook(functools.partial(after, param)),
+                       accumulator.register_prehook(functools.partial(before, param))]  # fmt: skip
             for handle in handles:
                 weakref.finalize(self, handle.remove)
         weakref.finalize(self, _let_go, list(self._bucket_of))
@@ -241,10 +246,13 @@ class Engine(nn.Module):
                 self._reduce_the_rest()
 
     def _gradient_arrived(self, param: nn.Parameter) -> None:
-        self._check_gradient(param)
+        if param in self._undefined:
+            self._undefined.discard(param)
+        else:
+            self._check_gradient(param)
+            self._bucket_of[param].take(param)
         if self.loss_scaler is not None and not self._scaled_backward:
             self._unscaled = True
-        self._bucket_of[param].take(param)
         if not self._sync:
             if self._gradients is Gradients.SYNCED:
                 self._gradients = Gradients.REDUCED  # and the bucket is late
@@ -462,8 +470,10 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def _in_full_precision(self, changed: bool = False) -> Iterator[None]:
-        """The parameters are what their masters are, whole and in fp32. `changed`: afterwards the masters are what they are."""
+        """In the module stand, in place of its parameters, their exact weights, whole. `changed`: afterwards the masters are what
+        these are then. (Another dtype as a parameter's own .data would cost it its hooks.)"""
         shards = self._shards_apart()
+        exact: dict[nn.Parameter, Tensor] = {}
         for shard in shards:
             shard.adopt()
             exact_P = shard.empty(shard.shard_S.dtype)
@@ -471,22 +481,25 @@ class Engine(nn.Module):
                 exact_P.copy_(shard.shard_S)
             else:
                 comm.all_gather(exact_P, shard.shard_S, self.group, "state").wait()
-            shard.show(exact_P)
-        lowered = {param: param.data for param in self._frozen}
+            exact |= zip(shard.params, flat.views(exact_P, shard.layout), strict=True)
         for param, dtype in self._frozen.items():
-            param.data = param.data.to(dtype)
+            whole = exact.get(param)
+            exact[param] = (param.data if whole is None else whole).to(dtype)
+        stands = {param: nn.Parameter(weight, param.requires_grad) for param, weight in exact.items()}
+        places = [(part._parameters, name, param) for part in self.module.modules() for name, param in part._parameters.items()
+                  if param in stands]  # fmt: skip
+        for parameters, name, param in places:
+            parameters[name] = stands[param]
         try:
             yield
             if changed:
                 for shard in shards:
-                    shard.fill([param.data for param in shard.params])
-                for param, data in lowered.items():
-                    data.copy_(param.data)
+                    shard.fill([stands[param].data for param in shard.params])
+                for param in self._frozen.keys() - {param for shard in shards for param in shard.params}:
+                    param.data.copy_(stands[param].data)
         finally:
-            for param, data in lowered.items():
-                param.data = data
-            for shard in shards:
-                shard.hide()
+            for parameters, name, param in places:
+                parameters[name] = param
 
     def _shards_apart(self) -> list[FlatShard]:
         """Those whose parameters are not the weights themselves, whole and exact."""

@@ -219,11 +219,11 @@ class UnitShard(FlatShard):
     """
 
     full_P: Tensor | None = None
+    _arrived = False  # what was to be gathered is there
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int,
                  weights: Sequence[Tensor] | None = None, master: bool = False, labels: Sequence[str] = ()):  # fmt: skip
         self.labels = labels
-        self._versions: list[int] | None = None  # the parameters' version counters when the gathered weights were new
         super().__init__(name, params, rank, world_size, weights, master)
 
     def _slice(self) -> Tensor:
@@ -238,13 +238,13 @@ class UnitShard(FlatShard):
     def allocate(self) -> Tensor:
         """Memory for the full weights, which are to be gathered into it. It is new each time: what somebody else still holds
         of the old one stays what it was."""
-        self.full_P = self.empty(self.slice_S.dtype)
+        self.full_P, self._arrived = self.empty(self.slice_S.dtype), False
         return self.full_P
 
     def show(self, full_P: Tensor) -> None:
         for param, view in zip(self.params, views(full_P, self.layout), strict=True):
             freed.restore(param, view)
-        self._versions = [param._version for param in self.params]
+        self._arrived = True
 
     def hide(self) -> None:
         if self.full_P is not None:
@@ -254,10 +254,8 @@ class UnitShard(FlatShard):
                 freed.free(param, label, self.slice_S.dtype)
 
     def free(self) -> None:
-        """Give the full weights back. What was written to them meanwhile, as by a layer that keeps its weights small, counts."""
-        if self._versions is not None and self._versions != [param._version for param in self.params]:
-            self.adopt()
-        self.full_P = self._versions = None
+        """Give the full weights back."""
+        self.full_P, self._arrived = None, False
         self.hide()
 
     def fill(self, weights: Sequence[Tensor]) -> None:
@@ -270,12 +268,14 @@ class UnitShard(FlatShard):
                     view.copy_(weight)
 
     def adopt(self) -> None:
-        """Take over what was written to the gathered weights."""
-        if self.full_P is not None:
+        """Take over what was written to the gathered weights, as by a layer that keeps its weights small."""
+        if self._arrived:
             with torch.no_grad():
                 self._adopt_replaced()
-                self.slice_S.copy_(shard(self.full_P, self.rank, self.layout.world_size))
-                self._adopt_slice()
+                mine_S = shard(self.full_P, self.rank, self.layout.world_size)
+                if not torch.equal(mine_S, self.slice_S):
+                    self.slice_S.copy_(mine_S)
+                    self._adopt_slice()
 
 
 def _round_up(n: int, multiple: int) -> int:

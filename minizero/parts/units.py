@@ -70,6 +70,11 @@ class Unit:
             shard.hide()
             _gathered[shard.full_P.untyped_storage()._cdata] = shard
 
+    def adopt(self) -> None:
+        """Take over what was written to its full weights."""
+        for shard in self.shards:
+            shard.adopt()
+
     def free(self) -> None:
         """Give its full weights back."""
         for shard in self.shards:
