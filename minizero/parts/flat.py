@@ -269,7 +269,7 @@ class UnitShard(FlatShard):
 
     def adopt(self) -> None:
         """Take over what was written to the gathered weights, as by a layer that keeps its weights small."""
-        if self._arrived:
+        if self._arrived and not freed.pretends(self.slice_S):
             with torch.no_grad():
                 self._adopt_replaced()
                 mine_S = shard(self.full_P, self.rank, self.layout.world_size)

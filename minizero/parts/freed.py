@@ -43,6 +43,11 @@ def _stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
     return (_nothing if isinstance(like, FakeTensor) else _for_all)(dtype, like.device).expand(like.shape)
 
 
+def pretends(tensor: Tensor) -> bool:
+    """Whether it has a shape and no elements at all."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def _name(function: Callable) -> str:
     """Of a property torch gives its getter or setter, whose owner has the name."""
     return getattr(getattr(function, "__self__", None), "__name__", None) or getattr(function, "__name__", str(function))
