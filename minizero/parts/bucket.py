@@ -387,9 +387,6 @@ class TransientBucket(ShardBucket):
         self._settle()
         return super().gradients()
 
-    def written(self, param: nn.Parameter) -> bool:
-        return self.held[param].zeroed
-
     def zeroed(self, param: nn.Parameter) -> bool:
         return self.held[param].zeroed
 

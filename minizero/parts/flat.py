@@ -117,7 +117,7 @@ class FlatShard:
         if master:
             self.shard_S = kinds.tag(torch.zeros_like(self.slice_S, dtype=torch.float32), "optimizer")
         self.fill([param.data for param in params] if weights is None else weights)
-        self.hide()
+        self._settle()
         trainable = params[0].requires_grad
         self.pieces = {param: piece.requires_grad_() for param, piece in self.cut(self.shard_S).items()} if trainable else {}
 
@@ -130,14 +130,10 @@ class FlatShard:
         """P elements for the full weights."""
         return kinds.tag(torch.empty(self.layout.P, dtype=dtype, device=self.params[0].device), "params")
 
-    def show(self, full_P: Tensor) -> None:
+    def _settle(self) -> None:
         """Each parameter becomes its view of the buffer."""
-        for param, view in zip(self.params, views(full_P, self.layout), strict=True):
+        for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
             param.data = view
-
-    def hide(self) -> None:
-        """Each parameter is again what it was before show()."""
-        self.show(self.full_P)
 
     @property
     def has_master(self) -> bool:
@@ -241,22 +237,21 @@ class UnitShard(FlatShard):
         self.full_P, self._arrived = self.empty(self.slice_S.dtype), False
         return self.full_P
 
-    def show(self, full_P: Tensor) -> None:
-        for param, view in zip(self.params, views(full_P, self.layout), strict=True):
+    def show(self) -> None:
+        """What was to be gathered has arrived: each parameter becomes its view of the buffer."""
+        for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
             freed.restore(param, view)
         self._arrived = True
-
-    def hide(self) -> None:
-        if self.full_P is not None:
-            self.show(self.full_P)
-        else:
-            for param, label in zip(self.params, self.labels, strict=True):
-                freed.free(param, label, self.slice_S.dtype)
 
     def free(self) -> None:
         """Give the full weights back."""
         self.full_P, self._arrived = None, False
-        self.hide()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Each parameter is freed."""
+        for param, label in zip(self.params, self.labels, strict=True):
+            freed.free(param, label, self.slice_S.dtype)
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         with torch.no_grad():

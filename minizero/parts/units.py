@@ -67,7 +67,7 @@ class Unit:
     def show(self) -> None:
         """The gathered weights have arrived: its parameters are what they were."""
         for shard in self.shards:
-            shard.hide()
+            shard.show()
             _gathered[shard.full_P.untyped_storage()._cdata] = shard
 
     def adopt(self) -> None:
