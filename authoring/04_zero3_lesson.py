@@ -368,9 +368,11 @@ for how in ("a penalty on a weight", "a part of a unit called by itself", "the p
         print(f"{how}: {error.message.partition(':')[0]}")
 
 # %% [markdown]
-# DeepSpeed and FSDP have the same rule. (Outside its unit a weight is an empty tensor in DeepSpeed, and this rank's shard in FSDP2.) And the cure is the same everywhere: read the weight in its unit's forward, or gather it.
+# DeepSpeed and FSDP have the same rule. (Outside its unit a weight is an empty tensor in DeepSpeed, and this rank's shard in FSDP2.) And the cure is the same everywhere: read the weight in its unit's forward, or gather it. (Its backward may come after the `with`: then the weight is gathered again.) The second line wants `attention` to be a unit of its own, `units=…`.
 #
 # And autograd's own views? By hand we shrank the storage under them. The package goes one step further: **autograd never gets a view.** While a unit runs forward, the engine's `pack` hands over a note instead (which shard, which place in it), and `unpack` looks there when backward asks:
+#
+# (Three words for reading it. A `UnitShard` is one flat buffer together with this rank's slice of it: `slice_S` is always there, `full_P` only while the unit is gathered; it is *resident* then. A `Call` is one run of a unit's module. `_task()` is −1 outside of a backward.)
 
 # %%
 def excerpt(function, first, last=None):
@@ -486,7 +488,7 @@ def each_its_own_order(rank, step, orders):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
     loss = engine(x, orders[rank])
     if rank == 0:
-        print(f"loss {loss:.4f}")
+        print(f"{step.__name__}, orders {orders[0]} and {orders[1]}: loss {loss:.4f}")
     engine.backward(loss)
     engine.step()
 
@@ -745,7 +747,7 @@ for where, seen in dtypes.items():
 # %% [markdown]
 # ## 9. Four engines, four runs each: how many weights differ?
 #
-# Ten steps with SGD, which hides nothing, and with AdamW, on 2 ranks and on 4, and in bf16.
+# Ten steps with SGD, which hides nothing, and with AdamW, also on 4 ranks, and in bf16.
 #
 # **Predict.** You know this one.
 
@@ -809,7 +811,7 @@ print(results[0][0])
 print(f"share of a forward in which rank 0 waits for weights, at least: {results[0][1]:.0%}")
 
 # %% [markdown]
-# None. Every unit waits for its gather, here for a good part of the forward (how large a part is this computer's affair). But the order is known: it is the same in every step, and on every rank. While block 0 computes, block 1's weights could be on their way. That costs one more unit of memory and not one byte of traffic. It is called
+# Not one overlaps. Every unit waits for its gather, for the share of forward printed above (how large it is, is this computer's affair). But the order is known: it is the same in every step, and on every rank. While block 0 computes, block 1's weights could be on their way. That costs one more unit of memory and not one byte of traffic. It is called
 # *prefetch*, and it is lesson 05.
 #
 # ## What has changed

@@ -1453,7 +1453,6 @@ _OWNERS: dict[str, Callable[[list[str], list[str]], str]] = {
 def tied(answer, expect):
     """9 models: plain, tied across and inside units, nested units, frozen, one module at two paths, layers.1 and layers.10; the lowest unit for each"""
     causes = {
-        "Boolean value of Tensor": "`in` a list and == compare a tensor's values: whether it is the same object, ask `is`, a set or a dict",
         "StopIteration": 'no unit is found: the root "" contains every path',
         "max() arg is an empty": 'no unit is found: the root "" contains every path',
         "max() iterable argument is empty": 'no unit is found: the root "" contains every path',
