@@ -40,6 +40,15 @@ def ranks(no_process_left):
 
 
 @pytest.fixture
+def nothing_but_the_test():
+    """For what is metered in this process: no garbage that could die meanwhile, and no objects to look through but the test's."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def rank_0_of_64():
     """A process group that pretends: this process is rank 0, and nobody answers."""
     comm.join("fake", 0, 64, FakeStore(), torch.device("cpu"))

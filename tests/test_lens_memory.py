@@ -24,17 +24,7 @@ from minizero.parts import kinds
 FLOAT = 4  # bytes
 
 
-@pytest.fixture(autouse=True, scope="module")
-def thaw():
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def nothing_but_the_test(thaw):
-    """No garbage that could die in the middle of a recording, and no objects to look through but the test's own."""
-    gc.collect()
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("nothing_but_the_test")
 
 
 def mlp(width: int = 16) -> nn.Module:

@@ -261,7 +261,7 @@ def test_rank_0_of_64_runs_a_step_in_one_process(rank_0_of_64):
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_rank_0_of_64_runs_on_tensors_that_are_not_there(rank_0_of_64, device):
+def test_rank_0_of_64_runs_on_tensors_that_are_not_there(rank_0_of_64, nothing_but_the_test, device):
     """And its memory can be counted: the collective is the native one, without a buffer of ours."""
     with FakeTensorMode(), mz.record_memory() as m:
         engine, traffic = one_step(device)
