@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from minizero.parts import flat
-from minizero.parts.freed import FreedGradient, free, is_freed, restore
+from minizero.parts.freed import FreedGradient, free, is_freed, restore, stand_in
 
 LABEL = "'layers.3.weight'"
 
 
 def freed_parameter(shape=(3, 4), dtype=torch.float32):
     param = nn.Parameter(torch.ones(shape, dtype=dtype))
-    free(param, LABEL, dtype)
+    free(param, LABEL, stand_in(param))
     return param
 
 
@@ -190,7 +190,7 @@ def test_a_freed_parameter_is_the_same_object_and_so_is_the_restored_one():
     param.register_hook(calls.append)
     param.register_post_accumulate_grad_hook(lambda p: calls.append(p.shape))
     place, values = hash(param), param.detach().clone()
-    free(param, LABEL, param.dtype)
+    free(param, LABEL, stand_in(param))
     assert layer.weight is twin.weight is param is optimizer.param_groups[0]["params"][0]
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
     assert hash(param) == place and isinstance(param, nn.Parameter) and is_freed(param)
@@ -220,7 +220,7 @@ def test_its_gradient_its_hooks_and_whether_it_trains_can_be_changed_while_it_is
 
 def test_it_has_the_dtype_that_it_is_freed_in_and_the_one_that_it_is_restored_in():
     param = nn.Parameter(torch.ones(3, 4))
-    free(param, LABEL, torch.bfloat16)
+    free(param, LABEL, stand_in(param.bfloat16()))
     assert param.dtype is torch.bfloat16
     restore(param, torch.ones(3, 4, dtype=torch.float64))
     assert param.dtype is torch.float64
@@ -243,7 +243,7 @@ class Scaled(nn.Parameter):
 def test_a_subclass_keeps_its_class_its_methods_and_its_attributes():
     param = Scaled(torch.ones(3, 4))
     param.origin = "a file"
-    free(param, LABEL, param.dtype)
+    free(param, LABEL, stand_in(param))
     assert isinstance(param, Scaled) and isinstance(param, nn.Parameter) and param.unit == "metres" and param.origin == "a file"
     with pytest.raises(RuntimeError, match=LABEL):
         param.doubled()
@@ -255,7 +255,7 @@ def test_a_subclass_keeps_its_class_its_methods_and_its_attributes():
 
 def test_to_free_or_restore_twice_is_to_do_it_once():
     param = freed_parameter()
-    free(param, "'another.name'", torch.float32)
+    free(param, "'another.name'", stand_in(param))
     with pytest.raises(RuntimeError, match=r"'another\.name'"):
         param.sum()
     restore(param, torch.ones(3, 4))
@@ -267,7 +267,7 @@ def test_a_module_with_a_freed_parameter_refuses_to_run_to_be_saved_and_to_be_lo
     layer = nn.Linear(4, 3)
     saved = layer.state_dict()
     layer.weight.grad = torch.ones(3, 4)
-    free(layer.weight, LABEL, torch.float32)
+    free(layer.weight, LABEL, stand_in(layer.weight))
     for use in (
         lambda: layer(torch.ones(1, 4)),
         layer.state_dict,
@@ -296,7 +296,7 @@ def test_gathered_into_the_same_storage_it_gives_the_right_gradients_to_a_graph_
         p.data = view
     loss = layer(x).square().sum()
     for name, p in layer.named_parameters():
-        free(p, repr(name), p.dtype)
+        free(p, repr(name), stand_in(p))
     flat.free(buffer)
     assert buffer.untyped_storage().nbytes() == 0
     flat.allocate(buffer)

@@ -148,27 +148,37 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
         if on_nccl(group):
             work = _reduce_scatter(shard_S, full_P, op=dist.ReduceOp.AVG, group=group, async_op=True)
             return Pending([work], call)
-        received_P = kinds.tag(torch.empty_like(full_P), "comm")
-        work = dist.all_to_all_single(received_P, full_P, group=group, async_op=True)
+        rows_NS, rank = full_P.view(size, -1), rank_in(group)
+        others = kinds.tag(torch.empty((size - 1, shard_S.numel()), dtype=full_P.dtype, device=full_P.device), "comm")
+        works = _exchange(others, [rows_NS[r] for r in range(size) if r != rank], group)
 
         def finish() -> None:
-            _mean_in_rank_order(shard_S, received_P.view(size, -1))
-            flat.free(received_P)  # now: gloo's thread lets go of a tensor some moment after the wait, another one in every run
+            _mean(shard_S, [*others[:rank], rows_NS[rank], *others[rank:]], others[0])
+            flat.free(others)  # now: gloo's thread lets go of a tensor some moment after the wait, another one in every run
 
-        return Pending([work], call, finish)
+        return Pending(works, call, finish)
 
 
-def _mean_in_rank_order(out_S: Tensor, rows_NS: Tensor) -> None:
+def _mean(out_S: Tensor, rows: Sequence[Tensor], scratch_S: Tensor) -> None:
+    """out_S, which may be one of the rows, becomes their mean. scratch_S: one of the first two rows, which is overwritten."""
     if out_S.dtype in (torch.float16, torch.bfloat16):
-        total_S = kinds.tag(rows_NS[0].float(), "comm")
-        for row_S in rows_NS[1:]:
+        total_S = kinds.tag(rows[0].float(), "comm")
+        for row_S in rows[1:]:
             total_S += row_S
-        out_S.copy_(total_S.div_(len(rows_NS)))
+        out_S.copy_(total_S.div_(len(rows)))
         return
-    torch.add(rows_NS[0], rows_NS[1], out=out_S)
-    for row_S in rows_NS[2:]:
-        out_S += row_S
-    out_S /= len(rows_NS)
+    total_S, *middle, last_S = rows
+    for row_S in middle:
+        total_S = torch.add(total_S, row_S, out=scratch_S)
+    torch.add(total_S, last_S, out=out_S).div_(len(rows))
+
+
+def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> list:
+    """Send each other rank a tensor and receive one; both are in rank order."""
+    tag, size, rank = _next_tag(group), size_of(group), rank_in(group)
+    others = [r for r in range(size) if r != rank]
+    works = [dist.isend(tensor, group=group, group_dst=r, tag=tag + rank) for r, tensor in zip(others, sent, strict=True)]
+    return works + [dist.irecv(tensor, group=group, tag=tag + r) for r, tensor in zip(others, received, strict=True)]
 
 
 def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pending:
@@ -185,11 +195,7 @@ def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pend
             return Pending([_all_gather(full_P, shard_S, group=group, async_op=True)], call)
         rows_NS = full_P.view(size, -1)
         _copy(rows_NS[rank], shard_S)
-        tag = _next_tag(group)
-        others = [(rank + i) % size for i in range(1, size)]
-        works = [dist.irecv(rows_NS[r], group=group, group_src=r, tag=tag) for r in others]
-        works += [dist.isend(shard_S, group=group, group_dst=r, tag=tag) for r in others]
-        return Pending(works, call)
+        return Pending(_exchange([row for r, row in enumerate(rows_NS) if r != rank], [shard_S] * (size - 1), group), call)
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
@@ -202,7 +208,7 @@ _tags: dict[str, int] = {}
 
 def _next_tag(group: Group) -> int:
     """A tag for one all-gather, equal on all ranks since they issue them in one order; far from the tags that people use."""
-    _tags[group.group_name] = count = (_tags.get(group.group_name, 0) + 1) % 2**20
+    _tags[group.group_name] = count = (_tags.get(group.group_name, 0) + size_of(group)) % 2**29
     return 2**30 + count
 
 

@@ -56,8 +56,9 @@ def strides(tensor: Tensor) -> tuple[int, ...]:
 
 def views(flat_P: Tensor, layout: Layout) -> list[Tensor]:
     """The tensors, as views of the flat buffer."""
+    start = flat_P.storage_offset()
     places = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
-    return [flat_P[at : at + shape.numel()].as_strided(shape, strides) for shape, strides, at in places]
+    return [flat_P.as_strided(shape, strides, start + at) for shape, strides, at in places]
 
 
 def shard(flat_P: Tensor, rank: int, world_size: int) -> Tensor:
@@ -181,9 +182,11 @@ class FlatShard:
         self._adopt_slice()
 
     def _adopt_replaced(self) -> None:
-        for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
-            if param.data_ptr() == view.data_ptr():
+        start, size = self.full_P.data_ptr(), self.full_P.element_size()
+        for i, (param, at) in enumerate(zip(self.params, self.layout.offsets, strict=True)):
+            if param.data_ptr() == start + size * at or not param.numel() or freed.pretends(param):
                 continue
+            view = views(self.full_P, self.layout)[i]
             if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                 raise RuntimeError(
                     f"a parameter was {view.dtype} {list(view.shape)} on {view.device} when the optimizer took it over and is "
@@ -220,6 +223,7 @@ class UnitShard(FlatShard):
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int,
                  weights: Sequence[Tensor] | None = None, master: bool = False, labels: Sequence[str] = ()):  # fmt: skip
         self.labels = labels
+        self._nothing = [freed.stand_in(param) for param in params]
         super().__init__(name, params, rank, world_size, weights, master)
 
     def _slice(self) -> Tensor:
@@ -250,8 +254,8 @@ class UnitShard(FlatShard):
 
     def _settle(self) -> None:
         """Each parameter is freed."""
-        for param, label in zip(self.params, self.labels, strict=True):
-            freed.free(param, label, self.slice_S.dtype)
+        for param, label, nothing in zip(self.params, self.labels, self._nothing, strict=True):
+            freed.free(param, label, nothing)
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Tensors whose memory has been given back. They keep their shape, dtype and device, and hold nothing.
 
     gradient = FreedGradient(param, "'head.weight'")      # stands in a parameter's .grad when the bucket is reduced
-    free(param, "'head.weight'", param.dtype)             # the parameter itself: the same object
+    free(param, "'head.weight'", stand_in(param))         # the parameter itself: the same object
     restore(param, data)
 
 To use one is an error that says where the elements are. Without that, the sum of a tensor whose storage is gone ends the
@@ -39,8 +39,9 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 _for_all = functools.cache(_nothing)  # one for all freed tensors of a kind; but a fake tensor belongs to its mode
 
 
-def _stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return (_nothing if isinstance(like, FakeTensor) else _for_all)(dtype, like.device).expand(like.shape)
+def stand_in(like: Tensor) -> Tensor:
+    """A tensor of this shape, dtype and device that is one element in memory, whatever the shape."""
+    return (_nothing if isinstance(like, FakeTensor) else _for_all)(like.dtype, like.device).expand(like.shape)
 
 
 def pretends(tensor: Tensor) -> bool:
@@ -75,7 +76,7 @@ class FreedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, label: str) -> FreedGradient:
-        gradient = _stand_in(param, param.dtype)
+        gradient = stand_in(param)
         if not isinstance(gradient, FakeTensor):  # which holds nothing anyway
             gradient = Tensor._make_subclass(cls, gradient)
         gradient.label, gradient.zeroed = label, False
@@ -101,10 +102,10 @@ class FreedGradient(Tensor):
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def free(param: nn.Parameter, label: str, dtype: torch.dtype) -> None:
-    """Let go of the parameter's elements. It's the same object, so ties, hooks and optimizer groups stay."""
+def free(param: nn.Parameter, label: str, nothing: Tensor) -> None:
+    """Let go of the parameter's elements, for a stand-in. It's the same object, so ties, hooks and optimizer groups stay."""
     if not is_freed(param):
-        param.data = _stand_in(param, dtype)
+        param.data = nothing
         param.__class__ = _freed_class(type(param))
     param._freed_label = label
 

@@ -33,31 +33,29 @@ class Journal:
         self._number[id(call)] = number
         fields = (call.op, call.numel, call.dtype, call.shape, call.group, call.ranks, call.detail, call.peer,
                   call.uneven, call.unit, call.sync and call.patient, call.where)  # fmt: skip
-        self._write("issued", number, *fields)
+        os.write(self._file, json.dumps(["issued", number, *fields]).encode() + b"\n")
 
     def waiting(self, call: Call) -> None:
         self._note_threads()
-        if id(call) in self._number and call.patient:
-            self._write("waiting", self._number[id(call)])
+        if call.patient:
+            self._mark("waiting", self._number.get(id(call)))
 
     def done(self, call: Call) -> None:
-        if id(call) in self._number:
-            self._write("done", self._number.pop(id(call)))
+        self._mark("done", self._number.pop(id(call), None))
 
     def gave_up(self, call: Call) -> None:
-        if id(call) in self._number:
-            self._write("gave_up", self._number[id(call)])
+        self._mark("gave_up", self._number.get(id(call)))
 
     def failed(self, call: Call) -> None:
-        if id(call) in self._number:
-            self._write("failed", self._number.pop(id(call)))
+        self._mark("failed", self._number.pop(id(call), None))
 
     def _note_threads(self) -> None:
         if started_threads(self._threads):
-            self._write("threads", -1)  # the rank may go on while this one waits
+            self._mark("threads", -1)  # the rank may go on while this one waits
 
-    def _write(self, *row: object) -> None:
-        os.write(self._file, json.dumps(row).encode() + b"\n")
+    def _mark(self, event: str, number: int | None) -> None:
+        if number is not None:
+            os.write(self._file, b'["%b", %d]\n' % (event.encode(), number))  # as json.dumps does, in a tenth of the time
 
     def close(self) -> None:
         os.close(self._file)
