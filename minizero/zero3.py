@@ -4,8 +4,8 @@
     ZeRO-2     full      1/N         1/N              2Ψ + 14Ψ/N        2Ψ (N−1)/N
     ZeRO-3     1/N       1/N         1/N              16Ψ/N             3Ψ (N−1)/N
 
-A unit (a block, say) is gathered before its forward and freed after it; gathered before its backward; and after that its
-gradients are reduce-scattered, and weights and gradients freed. Nothing about the model is split: every rank computes
+A unit (a block, say) is gathered before its forward and freed after it; gathered before its backward and freed after it;
+then its gradients are reduce-scattered and freed. Nothing about the model is split: every rank computes
 every layer, on its own batch. What it costs: weights are gathered twice where ZeRO-2 gathers them once, in each
 micro-step, 3GΨ for G of them. Rajbhandari et al. 2020, sections 5.3 and 7.2.
 """
@@ -56,6 +56,7 @@ class Zero3(Engine):
             if params[0].requires_grad:
                 unit.buckets.append(TransientBucket(unit.name, params, weights, self.rank, self.world_size, self._names))
                 self.buckets.append(unit.buckets[-1])
+        self._ready: Unit | None = None  # its backward is over, and its gradients have not left yet
         self._reduced: set[Unit] = set()  # in this backward
         self._under_way: dict[TransientBucket, comm.Pending] = {}  # the last reduction
         self._order = Order(self.group)
@@ -65,44 +66,59 @@ class Zero3(Engine):
     # --- a unit's forward and backward ----------------------------------------------------------------
 
     def _enter_forward(self, unit: Unit) -> None:
-        self._gather(unit)
+        self._arrive(unit, self._gather(unit))
 
     def _leave_forward(self, unit: Unit) -> None:
         unit.adopt()  # what a forward has written to its own weights
         unit.free()
 
     def _enter_backward(self, unit: Unit) -> None:
-        self._gather(unit)
+        """The gradients of the unit before leave now: behind the request for these weights, which alone is waited for."""
+        gathers = self._gather(unit)
+        self._reduce_ready()
+        self._arrive(unit, gathers)
 
     def _leave_backward(self, unit: Unit) -> None:
-        self._reduce(unit)
+        self._reduce_ready()
+        if self._gradients is Gradients.ARRIVING:
+            self._ready = unit
         if not self._watch.needs(unit):
             unit.free()
 
     # --- the all-gather of a unit's weights -----------------------------------------------------------
 
-    def _gather(self, unit: Unit) -> None:
-        """Its weights, from all ranks."""
+    def _gather(self, unit: Unit) -> list[comm.Pending]:
+        """Ask all ranks for its weights."""
         if unit.resident:
-            return
+            return []
         self._order.append(unit)
-        gathers = [comm.all_gather(shard.allocate(), shard.slice_S, self.group, unit.name) for shard in unit.shards]
+        return [comm.all_gather(shard.allocate(), shard.slice_S, self.group, unit.name) for shard in unit.shards]
+
+    def _arrive(self, unit: Unit, gathers: list[comm.Pending]) -> None:
+        """Wait for them: the unit can work."""
         for gather in gathers:
             gather.wait()
-        unit.show()
+        if gathers:
+            unit.show()
 
     # --- the reduce-scatter of a unit's gradients -------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
-        """Its backward is over: this rank gets the mean of its shard."""
-        if unit not in self._reduced and self._gradients is Gradients.ARRIVING:
+        """Its gradients leave: this rank gets the mean of its shard."""
+        if unit not in self._reduced:
             self._reduced.add(unit)
             for bucket in unit.buckets:
                 self._launch(bucket)
 
+    def _reduce_ready(self) -> None:
+        unit, self._ready = self._ready, None
+        if unit is not None:
+            self._reduce(unit)
+
     def _reduce_the_rest(self) -> None:
         """Backward has ended. Units to which it did not come give zeros."""
         self._watch.end()
+        self._reduce_ready()
         for unit in reversed(self.units):
             self._reduce(unit)
         self._land()
@@ -153,7 +169,7 @@ class Zero3(Engine):
         units = [unit for unit in self.units if wanted.intersection(unit.params)]
         for unit in units:
             unit.pinned += 1
-            self._gather(unit)
+            self._arrive(unit, self._gather(unit))
         try:
             with self._watch.saving():
                 yield

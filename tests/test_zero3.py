@@ -335,10 +335,10 @@ def reduce(unit):
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("checkpointed", [None, "reentrant", "not reentrant"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_unit_is_gathered_computes_and_is_gathered_again_and_reduced_when_the_next_one_begins(ranks, world_size, checkpointed, direct):
+def test_a_unit_is_gathered_computes_and_is_gathered_again_and_reduced_behind_the_next_gather(ranks, world_size, checkpointed, direct):
     forward = [event for i in "012" for event in (gather(i), ("compute", i))]
-    again = {i: [("compute", i)] if checkpointed else [] for i in "012"}
-    backward = [event for i in "210" for event in (gather(i), *again[i], ("gradient", i), reduce(i))]
+    compute = {i: [*([("compute", i)] if checkpointed else []), ("gradient", i)] for i in "012"}
+    backward = [gather(2), *compute["2"], gather(1), reduce(2), *compute["1"], gather(0), reduce(1), *compute["0"], reduce(0)]
     expected = [gather("root"), *forward, "backward", gather("root"), *backward, reduce("root"), "step", ("all_reduce", "control")]
     for events in ranks(world_size).run(in_order, checkpointed, direct):
         assert events == expected

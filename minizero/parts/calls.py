@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -184,10 +185,15 @@ def describe(op: str, tensors: Any, group: Any = None, **more: Any) -> Call:
 
 def _is_patient(group: Any) -> bool:
     """Whether a call of the group waits for ever, or at least for longer than a reader does."""
-    with contextlib.suppress(Exception):  # a fake group has no options, and waits for nobody
-        backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
-        return backend.options._timeout >= timedelta(minutes=10)
-    return True
+    if group not in _patient:
+        _patient[group] = True
+        with contextlib.suppress(Exception):  # a fake group has no options, and waits for nobody
+            backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+            _patient[group] = backend.options._timeout >= timedelta(minutes=10)
+    return _patient[group]
+
+
+_patient: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
