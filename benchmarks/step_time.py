@@ -5,6 +5,7 @@
 """
 
 import argparse
+import gc
 import statistics
 import time
 
@@ -92,7 +93,7 @@ CONTESTANTS = {
 }
 
 
-def measure(rank: int, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(rank: int, rounds: int, steps: int, batch: int) -> dict[str, list[float]]:
     """Seconds a step, one figure a round, for each contestant; the slowest rank's."""
     world_size = dist.get_world_size()
     contestants = {}
@@ -102,8 +103,10 @@ def measure(rank: int, rounds: int, steps: int) -> dict[str, list[float]]:
         contestants[name] = build(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     batches = [
         (x.to(mz.device()), y.to(mz.device()))
-        for x, y in data.batches("train", 4 * world_size, 128, steps, rank=rank, world_size=world_size)
+        for x, y in data.batches("train", batch * world_size, 128, steps, rank=rank, world_size=world_size)
     ]
+    gc.collect()
+    gc.freeze()  # or each one's garbage collections look through the models of all
     times = {name: [] for name in contestants}
     for round_number in range(rounds + 1):  # the first warms up
         for name, step in contestants.items():
@@ -124,10 +127,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps in a round")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps in a round; in the first the allocator finds its way back")
+    parser.add_argument("--batch", type=int, default=2, help="texts of 128 tokens, for each rank")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    times = mz.launch(measure, options.ranks, options.rounds, options.steps, timeout=1800, device=options.device)[0]
+    times = mz.launch(measure, options.ranks, options.rounds, options.steps, options.batch, timeout=1800, device=options.device)[0]
     table = Table(title=f"{options.ranks} ranks, GPT of 4.8 M parameters, fp32, AdamW")
     for column in ("engine", "ms a step", "over torch DDP"):
         table.add_column(column, justify="left" if column == "engine" else "right")

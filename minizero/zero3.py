@@ -95,11 +95,12 @@ class Zero3(Engine):
         return [comm.all_gather(shard.allocate(), shard.slice_S, self.group, unit.name) for shard in unit.shards]
 
     def _arrive(self, unit: Unit, gathers: list[comm.Pending]) -> None:
-        """Wait for them: the unit can work."""
-        for gather in gathers:
-            gather.wait()
+        """Wait for them."""
         if gathers:
             unit.show()
+        for gather in gathers:
+            gather.wait()
+        unit.arrived()
 
     # --- the reduce-scatter of a unit's gradients -------------------------------------------------------
 

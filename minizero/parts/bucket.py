@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minizero.parts import flat, kinds
 from minizero.parts.flat import FlatShard
-from minizero.parts.freed import FreedGradient
+from minizero.parts.freed import FreedGradient, unguarded
 
 
 class State(Enum):
@@ -103,10 +103,11 @@ class Bucket:
 
     def gradients(self) -> list[bool]:
         """For each parameter, whether this rank has a gradient: cleared since the reduction, it has none; set by hand, it has."""
-        for param in self.params:
-            if param.grad is not None and param.grad is not self.held[param]:
-                self.take_by_hand(param)
-        return [param in self.used and param.grad is not None for param in self.params]
+        with unguarded():
+            for param in self.params:
+                if param.grad is not None and param.grad is not self.held[param]:
+                    self.take_by_hand(param)
+            return [param in self.used and param.grad is not None for param in self.params]
 
     @property
     def late(self) -> bool:
@@ -372,10 +373,11 @@ class TransientBucket(ShardBucket):
     def land(self) -> None:
         """The mean of this rank's shard has arrived, and the buffer is done with. What came meanwhile goes into it anew."""
         flat.free(self.grad_P)
-        self._settle()
-        late = {param: param.grad for param in self.params if param.grad is not None and param.grad is not self.held[param]}
-        for param, gradient in self.held.items():
-            param.grad = gradient
+        with unguarded():
+            self._settle()
+            late = {p: p.grad for p in self.params if p.grad is not None and p.grad is not self.held[p]}
+            for param, gradient in self.held.items():
+                param.grad = gradient
         self._in_buffer = True
         self.state = State.MEAN
         if self.sum_S is not None:

@@ -14,7 +14,8 @@ from minizero.parts import comm, flat, freed
 
 def form(param: Tensor) -> tuple:
     """What may not change about a parameter after the model was wrapped."""
-    return param.requires_grad, param.shape, param.dtype, param.device
+    with freed.unguarded():
+        return param.requires_grad, param.shape, param.dtype, param.device
 
 
 def tell(form: tuple) -> str:

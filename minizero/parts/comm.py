@@ -9,9 +9,9 @@ P = elements of the full (padded) tensor, N = ranks, S = P // N = elements of on
     broadcast       P at the source    P                        P at the source
 
 The sum of a reduce-scatter is formed in rank order, in fp32 for 16-bit tensors, so that every step of the course adds
-the same numbers in the same order. On gloo it is an all-to-all of the N chunks and a local sum: gloo's own
-reduce-scatter is an all-reduce in disguise and sends twice as much. On NCCL it is the native collective.
-gloo's all-gather copies through a second full buffer, so there every rank sends its shard straight to each other rank.
+the same numbers in the same order. On gloo the ranks send each other their chunks directly, and a reduce-scatter then adds
+up what it has received: gloo's own reduce-scatter is an all-reduce in disguise and sends twice as much, and its all-gather
+copies through a second full buffer. On NCCL both are the native collectives.
 """
 
 from __future__ import annotations
@@ -148,33 +148,45 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
         if on_nccl(group):
             work = _reduce_scatter(shard_S, full_P, op=dist.ReduceOp.AVG, group=group, async_op=True)
             return Pending([work], call)
-        rows_NS, rank = full_P.view(size, -1), rank_in(group)
-        others = kinds.tag(torch.empty((size - 1, shard_S.numel()), dtype=full_P.dtype, device=full_P.device), "comm")
-        works = _exchange(others, [rows_NS[r] for r in range(size) if r != rank], group)
+        rank, mine = rank_in(group), list(full_P.view(size, -1))
+        if full_P.is_cuda:  # gloo sends those in collectives only
+            received = kinds.tag(torch.empty_like(full_P), "comm")
+            works = [dist.all_to_all_single(received, full_P, group=group, async_op=True)]
+            rows = list(received.view(size, -1))
+        else:
+            received = kinds.tag(full_P.new_empty(full_P.numel() - shard_S.numel()), "comm")
+            rows = list(received.view(size - 1, -1))
+            works = _exchange(rows, mine[:rank] + mine[rank + 1 :], group)
+            rows.insert(rank, mine[rank])
 
         def finish() -> None:
-            _mean(shard_S, [*others[:rank], rows_NS[rank], *others[rank:]], others[0])
-            flat.free(others)  # now: gloo's thread lets go of a tensor some moment after the wait, another one in every run
+            _mean(shard_S, rows, received[: shard_S.numel()])
+            flat.free(received)  # now: gloo's thread lets go of a tensor some moment after the wait, another one in every run
 
         return Pending(works, call, finish)
 
 
 def _mean(out_S: Tensor, rows: Sequence[Tensor], scratch_S: Tensor) -> None:
-    """out_S, which may be one of the rows, becomes their mean. scratch_S: one of the first two rows, which is overwritten."""
+    """out_S, which may be one of the rows, becomes their mean. scratch_S, one of the first two, is overwritten."""
+    *rows, last_S = rows
+    total_S = rows[0]
     if out_S.dtype in (torch.float16, torch.bfloat16):
-        total_S = kinds.tag(rows[0].float(), "comm")
-        for row_S in rows[1:]:
-            total_S += row_S
-        out_S.copy_(total_S.div_(len(rows)))
-        return
-    total_S, *middle, last_S = rows
-    for row_S in middle:
+        total_S = scratch_S = kinds.tag(total_S.float(), "comm")
+    for row_S in rows[1:]:
         total_S = torch.add(total_S, row_S, out=scratch_S)
-    torch.add(total_S, last_S, out=out_S).div_(len(rows))
+    if total_S.dtype is out_S.dtype:
+        torch.add(total_S, last_S, out=out_S).div_(len(rows) + 1)
+    else:
+        out_S.copy_(total_S.add_(last_S).div_(len(rows) + 1))
 
 
 def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> list:
-    """Send each other rank a tensor and receive one; both are in rank order."""
+    """Send each other rank a tensor and receive one; both are in rank order.
+
+    A receive that names its source tells the sender at once that it is there, and then the sender's own thread writes the
+    data, under a lock that gloo's thread spins for as soon as the other data comes in. One from anybody, with a tag that only
+    this sender has, is answered when the sender has said that it is ready, and gloo's threads do all the work.
+    """
     tag, size, rank = _next_tag(group), size_of(group), rank_in(group)
     others = [r for r in range(size) if r != rank]
     works = [dist.isend(tensor, group=group, group_dst=r, tag=tag + rank) for r, tensor in zip(others, sent, strict=True)]
@@ -194,8 +206,9 @@ def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pend
         if on_nccl(group) or full_P.is_cuda:
             return Pending([_all_gather(full_P, shard_S, group=group, async_op=True)], call)
         rows_NS = full_P.view(size, -1)
+        works = _exchange([row for r, row in enumerate(rows_NS) if r != rank], [shard_S] * (size - 1), group)
         _copy(rows_NS[rank], shard_S)
-        return Pending(_exchange([row for r, row in enumerate(rows_NS) if r != rank], [shard_S] * (size - 1), group), call)
+        return Pending(works, call)
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
@@ -207,7 +220,7 @@ _tags: dict[str, int] = {}
 
 
 def _next_tag(group: Group) -> int:
-    """A tag for one all-gather, equal on all ranks since they issue them in one order; far from the tags that people use."""
+    """The first of N tags for one exchange, equal on all ranks since they issue them in one order; far from people's own."""
     _tags[group.group_name] = count = (_tags.get(group.group_name, 0) + size_of(group)) % 2**29
     return 2**30 + count
 

@@ -218,7 +218,7 @@ class UnitShard(FlatShard):
     """
 
     full_P: Tensor | None = None
-    _arrived = False  # what was to be gathered is there
+    arrived = False  # what was to be gathered is there
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int,
                  weights: Sequence[Tensor] | None = None, master: bool = False, labels: Sequence[str] = ()):  # fmt: skip
@@ -238,18 +238,17 @@ class UnitShard(FlatShard):
     def allocate(self) -> Tensor:
         """Memory for the full weights, which are to be gathered into it. It is new each time: what somebody else still holds
         of the old one stays what it was."""
-        self.full_P, self._arrived = self.empty(self.slice_S.dtype), False
+        self.full_P, self.arrived = self.empty(self.slice_S.dtype), False
         return self.full_P
 
     def show(self) -> None:
-        """What was to be gathered has arrived: each parameter becomes its view of the buffer."""
+        """Each parameter becomes its view of the buffer."""
         for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
             freed.restore(param, view)
-        self._arrived = True
 
     def free(self) -> None:
         """Give the full weights back."""
-        self.full_P, self._arrived = None, False
+        self.full_P, self.arrived = None, False
         self._settle()
 
     def _settle(self) -> None:
@@ -268,11 +267,11 @@ class UnitShard(FlatShard):
 
     def adopt(self) -> None:
         """Take over what was written to the gathered weights, as by a layer that keeps its weights small."""
-        if self._arrived and not freed.pretends(self.slice_S):
+        if self.arrived and not freed.pretends(self.slice_S):
             with torch.no_grad():
                 self._adopt_replaced()
                 mine_S = shard(self.full_P, self.rank, self.layout.world_size)
-                if not torch.equal(mine_S, self.slice_S):
+                if not torch.equal(mine_S.view(torch.int64), self.slice_S.view(torch.int64)):  # twice as fast as their own dtype
                     self.slice_S.copy_(mine_S)
                     self._adopt_slice()
 

@@ -65,10 +65,15 @@ class Unit:
         return list(kinds.values())
 
     def show(self) -> None:
-        """The gathered weights have arrived: its parameters are what they were."""
+        """Its parameters are the full weights, which may still be on their way."""
         for shard in self.shards:
             shard.show()
             _gathered[shard.full_P.untyped_storage()._cdata] = shard
+
+    def arrived(self) -> None:
+        """The full weights are there."""
+        for shard in self.shards:
+            shard.arrived = True
 
     def adopt(self) -> None:
         """Take over what was written to its full weights."""
