@@ -450,7 +450,7 @@ print("ZeRO-2 in one bucket, MB")
 print(peaks[1].split()[0])
 
 # %% [markdown]
-# *Higher* than ZeRO-1. With one bucket all gradients are whole when backward ends. The buffer for what the other ranks send is as large again; and ZeRO-2's shard is memory of its own, where ZeRO-1's is a slice of the bucket. The peak has moved to the **end of backward**, and the states that question 4 counted
+# *Higher* than ZeRO-1. With one bucket all gradients are whole when backward ends. The buffer for what the three other ranks send is three quarters of that; and ZeRO-2's shard is memory of its own, where ZeRO-1's is a slice of the bucket. The peak has moved to the **end of backward**, and the states that question 4 counted
 # are what remains a moment later.
 #
 # The other end of the table: below 0.25 MiB the messages double and the peak stays, because the largest tensor, 128 × 512 weights, is a bucket by itself however small the others are. In between, the rule is *small enough not to count beside the rest, large enough not to pay for latency* (lesson 01, question 3).
@@ -759,7 +759,7 @@ print(*(f"ZeRO-{stage} {mz.theory.traffic(stage, 7e9, 16, micro_steps=8) * 2 / 1
 #
 # **Follow-ups**
 # - *How much must the peak fall at best?* By 2Ψ less the bucket that fills, when it lies at the start of backward: there are no shards yet. 1.5 MB of 1.7 in question 6.
-# - *7 B parameters, buckets of 5e8 elements: how much is that?* 1 GB each in 16 bits; one under way with its receive buffer and one that fills make 3 GB, where the gradients are 14.
+# - *7 B parameters, buckets of 5e8 elements: how much is that?* 1 GB each in 16 bits; one under way with its receive buffer and one that fills make nearly 3 GB, where the gradients are 14.
 # - *Rebinding `.data` or `del`: does it free the bucket?* Only if nobody else points to the storage. Shrinking the storage does, and then no one may read the views (question 3).
 #
 # **Wrong answers people give**

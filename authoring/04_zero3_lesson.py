@@ -394,10 +394,11 @@ print(excerpt(units._Note.read, "if not self.shard.resident"))
 # %% [markdown]
 # ## 5. Three blocks and a root: how many messages does one step take?
 #
-# There are four moments, and what the engine does at each fits on half a page:
+# There are four moments, and what the engine does at each fits on a page:
 
 # %%
-for name in ("_enter_forward", "_leave_forward", "_enter_backward", "_leave_backward", "_gather", "_reduce"):
+moments = ("_enter_forward", "_leave_forward", "_enter_backward", "_leave_backward")
+for name in (*moments, "_gather", "_arrive", "_reduce_ready", "_reduce"):
     print(inspect.getsource(getattr(mz.Zero3, name)))
 
 # %% [markdown]
@@ -411,7 +412,7 @@ class Score(mz.Zero3):
     def _gather(self, unit):
         if not unit.resident:
             self.notes.append(("gather", unit.name))
-        super()._gather(unit)
+        return super()._gather(unit)
 
     def _leave_forward(self, unit):
         super()._leave_forward(unit)
@@ -460,7 +461,8 @@ plots.score(scores[0], "One step of ZeRO-3 as sheet music: three blocks and the 
 
 # %% [markdown]
 # Twelve: every unit is gathered twice and reduced once. Read it like music. A note is a thing that happens, a dark bar below it is the time for which the weights are there. The root sounds through, because embeddings begin the forward and the head ends it; in backward the head comes first and the embeddings last, so its gradients are complete only when all others are, too. Between forward and backward it is freed and gathered again at once; FSDP2 keeps its root there, and saves that message.
-# The blocks take turns: never two of them at once. (Block 0 is found out a note late. The engine hears of backward only where it has a hook: at a unit's output, or when a saved weight is asked for. The embeddings' backward has neither, so it is the end that tells.)
+# The blocks take turns: never two of them at once.
+# In backward the reduction of a block stands *behind* the next block's gather, although its gradients were complete before. Both use the same wire, and this rank has to wait for the weights; for the mean nobody waits until the step. So the weights go first. (Block 0 is found out a note late. The engine hears of backward only where it has a hook: at a unit's output, or when a saved weight is asked for. The embeddings' backward has neither, so it is the end that tells.)
 #
 # No block *knows* when its backward begins and ends, by the way. It begins when a gradient of one of its outputs is ready, or when `unpack` asks for one of its weights. And it is over when autograd has come to operations that were recorded *before* the block's forward began: they are numbered, and backward goes through them from the
 # highest number to the lowest. (By hand we took module hooks. For a first layer, whose input wants no gradient, they fire too early, and they do not see tensors inside a list.)
@@ -560,7 +562,7 @@ bars["ZeRO-3, at its peak"] = {kind: count for kind, count in peak.items() if ki
 plots.memory_bars(bars, "One of 4 ranks, 0.8 M parameters, AdamW in bf16, one row of 16 characters")
 
 # %% [markdown]
-# The root *and* the largest unit, to the byte: while a block runs, the root that encloses it is there as well. The whole list, at the peak: weights of root and one block; gradients of the root, and besides those 3.08 blocks' (the block in backward, the one whose reduction is under way, three shards of a quarter each, and one matrix, a third of a block, which autograd has made and the engine has not yet moved); one receive buffer; and activations.
+# The root *and* the largest unit, to the byte: while a block runs, the root that encloses it is there as well. The whole list, at the peak: weights of root and one block; gradients of the root, and besides those 3.08 blocks' (the block in backward, the one whose reduction is under way, three shards of a quarter each, and one matrix, a third of a block, which autograd has made and the engine has not yet moved); a receive buffer for the quarters of the three other ranks; and activations.
 # Then backward ends, and 4.0 bytes are left.
 #
 # **The claim (C11), settled: true**, and now you can say what a "temporary buffer" is. It does not shrink with N. It shrinks with smaller units: a model in one unit would be gathered whole. (Each unit that is gathered ahead adds one more: lesson 05.)
