@@ -25,7 +25,7 @@ from minizero.parts import comm
 from minizero.parts.bucket import TransientBucket
 from minizero.parts.engine import Engine, Gradients
 from minizero.parts.precision import LossScaler
-from minizero.parts.units import Order, Unit, Watch, units_of
+from minizero.parts.units import Order, Unit, Watch, not_equal, units_of
 
 
 class Zero3(Engine):
@@ -158,14 +158,17 @@ class Zero3(Engine):
             shard.publish()
         for unit in self.units:
             if unit.pinned:  # somebody is reading
-                for shard in unit.shards:
-                    comm.all_gather(shard.full_P, shard.slice_S, self.group, unit.name).wait()
-                unit.show()
+                self._gather_again(unit)
+
+    def _gather_again(self, unit: Unit) -> None:
+        for shard in unit.shards:
+            comm.all_gather(shard.full_P, shard.slice_S, self.group, unit.name).wait()
+        unit.show()
 
     @contextlib.contextmanager
     def gathered(self, *modules: nn.Module) -> Iterator[None]:
-        """Inside, the full weights of these modules (of all, without arguments) can be read. What is written to them, on every
-        rank, counts. A call of all ranks."""
+        """Inside, the full weights of these modules (of all, without arguments) can be read. What is written to them counts, if
+        it is the same on every rank; else RuntimeError, and they are what they were. A call of all ranks."""
         wanted = {param for part in modules or [self.module] for param in part.parameters()}
         units = [unit for unit in self.units if wanted.intersection(unit.params)]
         for unit in units:
@@ -174,6 +177,13 @@ class Zero3(Engine):
         try:
             with self._watch.saving():
                 yield
+            if (differing := not_equal(units, self.group)) is not None:
+                for unit in units:
+                    self._gather_again(unit)
+                raise RuntimeError(
+                    f"the ranks have written different weights inside gathered(), in unit {differing.name!r}; nothing of it was taken "
+                    "over. Write the same on every rank, or call load_state_dict(), where rank 0 wins"
+                )
         finally:
             for unit in units:
                 unit.pinned -= 1

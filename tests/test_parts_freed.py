@@ -107,7 +107,8 @@ def test_what_is_not_about_the_elements_can_be_asked(freed):
     assert t.requires_grad == (freed is freed_parameter)
     assert {t: "found"}[t] == "found" and t in {t}
     assert isinstance(t, torch.Tensor) and torch.is_tensor(t)
-    assert LABEL in repr(t) and "[3, 4]" in str(t) and "freed" in repr(t)
+    assert LABEL in repr(t) and "[3, 4]" in str(t) and "freed" in repr(t) and f"{t}" in repr(t)
+    assert "shape" in dir(t)
 
 
 @both
@@ -251,6 +252,15 @@ def test_a_subclass_keeps_its_class_its_methods_and_its_attributes():
     restore(param, torch.full((3, 4), 3.0))
     assert type(param) is Scaled and param.origin == "a file"
     assert param.doubled().sum() == 72 and Scaled.asked
+
+
+def test_a_use_goes_on_if_the_one_that_is_asked_restores_the_parameter_and_is_refused_if_not():
+    param = nn.Parameter(torch.ones(3, 4))
+    moments = iter([False, True])
+    free(param, LABEL, stand_in(param), lambda: next(moments) and restore(param, torch.ones(3, 4)) is None)
+    with pytest.raises(RuntimeError, match=LABEL):
+        param.sum()
+    assert param.sum() == 12 and type(param) is nn.Parameter and not vars(param)
 
 
 def test_to_free_or_restore_twice_is_to_do_it_once():

@@ -165,6 +165,32 @@ def writing(rank, precision):
         return seen, saved["head.weight"].mean().item(), stepped, model.head.bias.mean().item(), engine.state_dict()["head.bias"].mean().item()
 
 
+def each_writes_its_own(rank, how):
+    engine, alone, _ = pair(lambda: Net(1), torch.float32)
+
+    def write():
+        with torch.no_grad(), engine.gathered():
+            weight = engine.module.blocks[0].linear.weight
+            if how == "in place":
+                weight[3, 3] = rank
+            elif how == "as .data":
+                weight.data = torch.full((4, 4), float(rank))
+
+    error = refusal(write)
+    engine.backward(engine(batch(rank).float()).sum())
+    return error, same(full(engine), [p.detach() for p in alone.parameters()]), resident(engine), engine.step()
+
+
+@pytest.mark.parametrize("how", ["in place", "as .data", "not at all"])
+def test_what_is_written_inside_gathered_and_differs_between_ranks_is_refused_on_all_and_nothing_of_it_stays(ranks, how):
+    for error, unchanged, left, stepped in ranks(3).run(each_writes_its_own, how):
+        if how == "not at all":
+            assert error is None
+        else:
+            assert error.startswith("RuntimeError: the ranks have written different weights inside gathered(), in unit 'blocks.0'")
+        assert unchanged and left == [] and stepped
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @world_sizes
 def test_what_is_written_inside_gathered_counts_and_a_step_shows_there(ranks, world_size, precision):
@@ -475,8 +501,52 @@ class Half(Net):
         return self.head(self.blocks[3](self.blocks[1](x)))
 
 
+class OnlyAside(nn.Module):
+    """Blocks that run a method in a checkpoint, of which the loss takes only what it leaves in an attribute."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def body(self, x):
+            h = self.inner(x).tanh()
+            self.aside = h.pow(2).mean(1)
+            return x + self.outer(h)
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(4, 4), nn.ModuleList(OnlyAside.Block() for _ in range(2))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return sum(block.__dict__.pop("aside") for block in self.blocks)
+
+
+class KeepsAView(Net):
+    """A block that keeps its weight, as it found it the first time."""
+
+    class Block(Block):
+        def forward(self, x):
+            self.kept = getattr(self, "kept", None)
+            if self.kept is None:
+                self.kept = self.linear.weight.detach()
+            return super().forward(x) + x @ self.kept
+
+    def __init__(self):
+        super().__init__(0)
+        self.blocks = nn.ModuleList(KeepsAView.Block(4) for _ in range(2))
+
+
 MODELS = {
     "an auxiliary loss": escaping,
+    "a loss from aside only": OnlyAside,
+    "a view that is kept": KeepsAView,
     "a gradient inside forward": Penalty,
     "LSTM and attention": Recurrent,
     "an adapter": adapted,

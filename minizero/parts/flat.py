@@ -12,11 +12,12 @@ another kernel and give other last bits; so a step that keeps weights in a flat 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import increment_version
 
 from minizero.parts import freed, kinds
@@ -219,11 +220,15 @@ class UnitShard(FlatShard):
 
     full_P: Tensor | None = None
     arrived = False  # what was to be gathered is there
+    _last: weakref.ref[UntypedStorage] | None = None  # the memory of the last gathering
+    ask: Callable[[], bool] | None = None  # called when a freed weight is used: True if it's there then
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int,
                  weights: Sequence[Tensor] | None = None, master: bool = False, labels: Sequence[str] = ()):  # fmt: skip
         self.labels = labels
         self._nothing = [freed.stand_in(param) for param in params]
+        me = weakref.ref(self)
+        self._ask = lambda: (shard := me()) is not None and shard.ask is not None and shard.ask()
         super().__init__(name, params, rank, world_size, weights, master)
 
     def _slice(self) -> Tensor:
@@ -236,9 +241,15 @@ class UnitShard(FlatShard):
         return self.full_P is not None
 
     def allocate(self) -> Tensor:
-        """Memory for the full weights, which are to be gathered into it. It is new each time: what somebody else still holds
-        of the old one stays what it was."""
-        self.full_P, self.arrived = self.empty(self.slice_S.dtype), False
+        """Memory for the full weights, which are to be gathered into it. It is new, but for a view of the last one that somebody
+        has kept: then the view sees the weights again, as it does where they are never freed."""
+        last = self._last and self._last()
+        if last is None:
+            self.full_P = self.empty(self.slice_S.dtype)
+            self._last = weakref.ref(self.full_P.untyped_storage())
+        else:
+            self.full_P = self.slice_S.new_empty(0).set_(last, 0, (self.layout.P,))
+        self.arrived = False
         return self.full_P
 
     def show(self) -> None:
@@ -254,7 +265,7 @@ class UnitShard(FlatShard):
     def _settle(self) -> None:
         """Each parameter is freed."""
         for param, label, nothing in zip(self.params, self.labels, self._nothing, strict=True):
-            freed.free(param, label, nothing)
+            freed.free(param, label, nothing, self._ask)
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         with torch.no_grad():
@@ -264,6 +275,14 @@ class UnitShard(FlatShard):
             if self.full_P is not None:
                 for view, weight in zip(views(self.full_P, self.layout), weights, strict=True):
                     view.copy_(weight)
+
+    def checksum(self) -> float:
+        """Of the gathered weights, of their bits: a whole number."""
+        if freed.pretends(self.slice_S):
+            return 0.0
+        with torch.no_grad():
+            self._adopt_replaced()
+            return float(self.full_P.view(torch.int32).sum(dtype=torch.int64).item() % 2**53)
 
     def adopt(self) -> None:
         """Take over what was written to the gathered weights, as by a layer that keeps its weights small."""

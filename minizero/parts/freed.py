@@ -1,7 +1,7 @@
 """Tensors whose memory has been given back. They keep their shape, dtype and device, and hold nothing.
 
     gradient = FreedGradient(param, "'head.weight'")      # stands in a parameter's .grad when the bucket is reduced
-    free(param, "'head.weight'", stand_in(param))         # the parameter itself: the same object
+    free(param, "'head.weight'", stand_in(param), ask)    # the parameter itself: the same object
     restore(param, data)
 
 To use one is an error that says where the elements are. Without that, the sum of a tensor whose storage is gone ends the
@@ -27,8 +27,9 @@ _ALLOWED = {
     "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_complex", "is_floating_point",
     "is_conj", "is_neg", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "retains_grad", "_version", "output_nr",
     "register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "_post_accumulate_grad_hooks", "__hash__",
-    "untyped_storage", "storage_offset", "names", "has_names",
-}  # fmt: skip
+    "untyped_storage", "storage_offset", "names", "has_names", "__dir__",
+}
+_IN_WORDS = ("__repr__", "__str__", "__format__")  # fmt: skip
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -97,7 +98,7 @@ class FreedGradient(Tensor):
         if name in _ALLOWED or name == "detach_":
             return _answer(func, args, kwargs)
         freed = _first(cls, args, kwargs)
-        if name == "__repr__":
+        if name in _IN_WORDS:
             return f"<gradient of parameter {freed.label}, {list(freed.shape)}: reduced, and freed but for this rank's shard>"
         raise RuntimeError(
             f"the gradient of parameter {freed.label} has been reduced and freed: this rank keeps only its shard of the mean. "
@@ -108,18 +109,22 @@ class FreedGradient(Tensor):
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def free(param: nn.Parameter, label: str, nothing: Tensor) -> None:
-    """Let go of the parameter's elements, for a stand-in. It's the same object, so ties, hooks and optimizer groups stay."""
+def free(param: nn.Parameter, label: str, nothing: Tensor, ask: Callable[[], bool] = lambda: False) -> None:
+    """Let go of the parameter's elements, for a stand-in. It's the same object, so ties, hooks and optimizer groups stay.
+
+    ask: called before a use is refused. If it restores the parameter and says so, the use goes on.
+    """
     if not is_freed(param):
         param.data = nothing
         param.__class__ = _freed_class(type(param))
-    param._freed_label = label
+    param._freed_label, param._freed_ask = label, ask
 
 
 def restore(param: nn.Parameter, data: Tensor) -> None:
     """Give the parameter elements again. Autograd takes it for the value that it was."""
     if is_freed(param):
         param.__class__ = type(param).__bases__[1]
+        del param._freed_label, param._freed_ask
     param.data = data
 
 
@@ -136,8 +141,10 @@ class _FreedParameter:
         if name in _ALLOWED:
             return _answer(func, args, kwargs)
         freed = _first(_FreedParameter, args, kwargs)
-        if name == "__repr__":
+        if name in _IN_WORDS:
             return f"<parameter {freed._freed_label}, {list(freed.shape)}: freed>"
+        if freed._freed_ask():
+            return func(*args, **(kwargs or {}))
         _refuse(freed)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:

@@ -16,6 +16,7 @@ weight, which view of it), and when it asks for it, the unit is entered.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import weakref
 import zlib
@@ -111,6 +112,15 @@ def units_of(module: nn.Module, choice: Iterable[type[nn.Module] | nn.Module] | 
     for param, places in uses.items():
         _lowest(units, paths, places).params.append(param)
     return [unit for unit in units if unit.params]
+
+
+def not_equal(units: Sequence[Unit], group: comm.Group) -> Unit | None:
+    """The first of the gathered units whose full weights are not the same on all ranks of the group, to which all belong."""
+    shards = [(unit, shard) for unit in units for shard in unit.shards]
+    if not shards:
+        return None
+    _, by_rank = comm.agree([], [shard.checksum() for _, shard in shards], group, shards[0][1].slice_S.device)
+    return next((unit for (unit, _), numbers in zip(shards, by_rank, strict=True) if len(set(numbers)) > 1), None)
 
 
 def _by_default(module: nn.Module) -> set[nn.Module]:
@@ -228,6 +238,8 @@ class Watch:
         self._running: list[Call] = []  # forwards, the innermost last
         self._entered: list[Call] = []  # calls whose backward has begun
         for unit in units:
+            for shard in unit.shards:
+                shard.ask = functools.partial(_asked, weakref.ref(self), weakref.ref(unit))
             for handle in (
                 unit.module.register_forward_pre_hook(_Hook(self, unit, "_before"), with_kwargs=True),
                 unit.module.register_forward_hook(_Hook(self, unit, "_after"), with_kwargs=True, always_call=True),
@@ -295,6 +307,16 @@ class Watch:
         call.task = task
         self._entered.append(call)
         self._listener()._enter_backward(call.unit)
+
+    def recompute(self, unit: Unit) -> bool:
+        """A freed weight is used. Checkpointing runs a part of a forward again when backward needs it, and if the part isn't a
+        module nobody tells us that it begins: so its unit is entered now."""
+        if not torch.is_grad_enabled() or _task() == -1:
+            return False
+        here = _position()
+        calls = [call for call in unit.coming if call.start <= here]
+        self._enter(max(calls, key=_begun) if calls else Call(unit, here))
+        return unit.resident
 
     def go_on(self) -> None:
         """The backward has raised. Go through what is left without autograd, for the other ranks wait for this one's part."""
@@ -377,6 +399,12 @@ class _Note:
                 raise RuntimeError(f"parameter {self.shard.labels[self.index]} is freed: it's gathered in backward only")
             watch._enter(self.call or Call(next(unit for unit in watch._units if self.shard in unit.shards), -1))
         return self.shard.full_P.as_strided(*self.place)
+
+
+def _asked(watch: weakref.ref[Watch], unit: weakref.ref[Unit]) -> bool:
+    """By a freed weight that is used."""
+    there = watch(), unit()
+    return None not in there and there[0]._listener() is not None and there[0].recompute(there[1])
 
 
 class _Hook:
