@@ -86,8 +86,9 @@ check("zero3.shard_unit", shard_unit)
 # Example, two ranks, 5 elements, P = 6, S = 3: a rank holds 12 bytes when the unit is made, 36 when it is
 # gathered, and 12 when it is freed, also while autograd has saved its views.
 #
-# Checked on 2 and 3 ranks: these bytes; weights, also when `shard_S` was updated in place; one all_gather of
-# P elements; a gradient, where the unit was freed and gathered between forward and backward.
+# Checked on 2 and 3 ranks: these bytes, also while gather() runs; weights, also when `shard_S` was updated in
+# place; one all_gather of P elements; a gradient, where the unit was freed and gathered between forward and
+# backward.
 
 # %%
 class Unit:
@@ -131,13 +132,14 @@ check("zero3.gather_and_free", Unit)
 # - `free()` after it, also if the forward raises: a later call may go well, and who catches the exception
 #   should not be left with a model that is there in full. The exception itself reaches the caller.
 #
-# The same holds for evaluation, under `torch.no_grad()`. Inputs and outputs stay as they are.
+# The same holds for evaluation, under `torch.no_grad()`. Inputs and outputs stay as they are. In backward
+# nothing is called yet: that is exercise 4.
 #
 # Example, a root with two blocks: gather root, gather 0, forward 0, free 0, gather 1, forward 1, free 1, free
 # root. If forward 1 raises, it is the same list.
 #
-# Checked in one process: the order of events, in training and evaluation, after an exception, for a block
-# that is used twice or called by itself, for inputs by keyword and outputs of any type.
+# Checked in one process: the order of events, in training (backward too) and evaluation, after an exception,
+# for a block that is used twice or called by itself, for inputs by keyword and outputs of any type.
 
 # %%
 def place_hooks(module, gather, free):

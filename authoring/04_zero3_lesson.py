@@ -102,12 +102,15 @@ print("at most, of ZeRO-2's weights")
 print(f"{max(zero3) / zero2:.0%}")
 
 # %% tags=["nbval-ignore-output"]
-moments = range(len(zero3))  # every change as wide as every other
-runs = {
-    "ZeRO-2": ([0, 2], {"params": [zero2, zero2]}, [1, 2]),
-    "ZeRO-3": (moments, {"params": zero3}, [moments[-1] / 2, moments[-1]]),
-}
-plots.memory_phases(("forward", "backward"), runs, "Weights on one of 4 ranks, 12 blocks (not to scale in time)")
+changes_at = [i for i in range(len(zero3) + 1) for _ in range(2)][1:-1]  # from one change to the next it stays: steps
+share = [100 * count / zero2 for count in zero3 for _ in range(2)]
+plots.curve(
+    changes_at,
+    {"ZeRO-3": share, "ZeRO-2": [100] * len(share)},
+    "changes, one after the other: 12 blocks forward, then 12 backward",
+    "% of ZeRO-2's weights",
+    "The weights that one of 4 ranks holds during a step",
+)
 
 # %% [markdown]
 # Thirty-five per cent. The curve is a comb: one tooth a block, 12 in forward and 12 in backward, and the height of a tooth is *one* block, not twelve. It stands on 25 %, the rank's own slices, and on two per cent that belong to no block, embeddings and head; the tooth is a twelfth, 8 %.
@@ -387,7 +390,7 @@ print(excerpt(units._Note.read, "if not self.shard.resident"))
 
 # %% [markdown]
 # `_gathered` knows the buffers that are gathered at this moment. What lies in one of them becomes a `_Note`, everything else (activations) is saved as ever, with its version number, so that autograd's check against changes in place is not lost. `read` is the other end: `watch._enter` gathers the unit if it is not there yet, and `as_strided`
-# is the transposed view, made anew. So to free is to drop the buffer, and no more. Whoever has kept a view of it all the same keeps that memory, and reads the weights as they were; nobody ever points to memory that is gone. You have seen it work: in the middle of the comb of question 1, when forward is over and autograd waits for its backward, the curve is down at 25 %.
+# is the transposed view, made anew. So to free is to drop the buffer, and no more. Whoever has kept a view of it all the same keeps that memory, and the next gather fills it again; nobody ever points to memory that is gone. You have seen it work: in the middle of the comb of question 1, when forward is over and autograd waits for its backward, the curve is down at 25 %.
 #
 # Every unit comes and goes, then. In which order?
 
@@ -519,55 +522,66 @@ for orders in (two_orders, one_left_out):
 # At rest ZeRO-3 shards all 16 bytes. As before, we read the meter at the end of a backward, on four ranks.
 
 # %%
-states = {}
 for stage, step in enumerate((mz.Zero1, mz.Zero2, mz.Zero3), start=1):
     by_kind, pieces = on(4).run(held, 4, step)[0]
     beyond = sum(by_kind.values()) - sum(mz.theory.memory(stage, psi, 4).values())
-    states[f"ZeRO-{stage}"] = by_kind
     print(f"ZeRO-{stage}: {sum(by_kind.values()) / psi:.1f} bytes a parameter; beyond theory {beyond} bytes, for {pieces} pieces")
 
 # %% [markdown]
 # 16Ψ/N is four bytes on four ranks, and it holds to the byte, but for Adam's step count, 4 bytes for each piece (no unit of this model needs padding on 4 ranks). For the paper's 7.5 billion on 64 ranks: 31.4 GB, 16.6 GB, **1.9 GB**.
 #
-# But nobody computes at rest. Interview notes say: *per-GPU memory of ZeRO-3 = (weights + gradients + optimizer)/N + temporary buffers*. How large are those? We look at the moment of the peak, for one row of 16 characters a rank, so that activations do not cover everything else.
+# But nobody computes at rest. Interview notes say: *per-GPU memory of ZeRO-3 = (weights + gradients + optimizer)/N + temporary buffers*. How large are those? We look at the moment of the peak, beside ZeRO-2's with buckets of 0.25 MiB (lesson 03), on 2 ranks and on 4, and with more blocks. One row of 16 characters a rank, so that activations do not cover everything else.
 #
-# **Predict.** How many bytes of weights beyond the rank's own slices? Most people say one block's.
+# **Predict.** How many bytes of weights beyond the rank's own slices, on 2 ranks and on 4? Most people say one block's.
 
 
 # %%
-def at_the_peak(rank, world_size, tokens):
-    """Bytes by kind at the peak of a second step, and at its end, and the full size of each unit."""
-    model = GPT.preset("tiny")
-    engine = mz.Zero3(model, adamw(model), precision="bf16")
-    (x0, y0), (x1, y1) = data.batches("train", world_size, tokens, 2, rank=rank, world_size=world_size)
+def at_the_peak(rank, world_size, step, layers):
+    """Bytes by kind at the end of a second backward, and at its peak."""
+    model = GPT.preset("tiny", layers=layers)
+    engine = step(model, adamw(model), precision="bf16", bucket_mb=0.25)
+    (x0, y0), (x1, y1) = data.batches("train", world_size, 16, 2, rank=rank, world_size=world_size)
     engine.backward(engine(x0, y0))
     engine.step()
     with mz.record_memory() as memory:
         engine.backward(engine(x1, y1))
         rest = memory.now
-    return memory.peak, rest, {unit.name: 2 * sum(shard.layout.P for shard in unit.shards) for unit in engine.units}
+    return [{kind: count for kind, count in by_kind.items() if kind != "other"} for by_kind in (rest, memory.peak)]
 
 
-peak, rest, sizes = on(4).run(at_the_peak, 4, 16)[0]
-root, largest = sizes["root"], max(size for name, size in sizes.items() if name != "root")
-extra = peak["params"] - rest["params"]
-print(f"the root has {root:,} bytes of weights, the largest other unit, a block, {largest:,}")
-print(f"at the peak: gradients of the root and of {(peak['grads'] - root) / largest:.2f} blocks, a receive buffer of {peak['comm'] / largest:.2f}")
-print(f"weights beyond the slices: {extra:,} bytes. Over root + block:")
-print(f"{extra / (root + largest):.2f}")
+block = 2 * sum(param.numel() for param in GPT.preset("tiny").blocks[0].parameters())  # bytes in 16 bits
+root = 2 * psi - 4 * block
+found, beyond = {}, []
+print("MB                 ZeRO-2: at rest   at its peak   ZeRO-3: at rest   at its peak")
+for layers, n in ((4, 2), (4, 4), (12, 4)):
+    (rest2, peak2), (rest3, peak3) = (on(n).run(at_the_peak, n, step, layers)[0] for step in (mz.Zero2, mz.Zero3))
+    found[layers, n] = {
+        "ZeRO-2, at rest": rest2,
+        "ZeRO-2, at its peak": peak2,
+        "ZeRO-3, at rest": rest3,
+        "ZeRO-3, at its peak": peak3,
+    }
+    beyond.append(peak3["params"] - rest3["params"])
+    totals = (f"{sum(by_kind.values()) / 1e6:4.1f}" for by_kind in found[layers, n].values())
+    print(f"{layers:>2} blocks, N = {n}               ", "          ".join(totals))
+peak = found[4, 4]["ZeRO-3, at its peak"]
+print(f"the root has {root:,} bytes of weights, each block {block:,}")
+print(f"4 blocks, N = 4: gradients of the root and of {(peak['grads'] - root) / block:.2f} blocks, a receive buffer of {peak['comm'] / block:.2f}")
+print("ZeRO-3's weights beyond its slices, at its peak, over root + block, in each line")
+print(*(f"{extra / (root + block):.2f}" for extra in beyond))
 
 # %% tags=["nbval-ignore-output"]
-bars = {f"{name}, at rest": by_kind for name, by_kind in states.items()}
-bars["ZeRO-3, at its peak"] = {kind: count for kind, count in peak.items() if kind != "other"}
-plots.memory_bars(bars, "One of 4 ranks, 0.8 M parameters, AdamW in bf16, one row of 16 characters")
+plots.memory_bars(found[4, 4], "One of 4 ranks, 4 blocks (0.8 M parameters), AdamW in bf16, one row of 16 characters")
 
 # %% [markdown]
-# The root *and* the largest unit, to the byte: while a block runs, the root that encloses it is there as well. The whole list, at the peak: weights of root and one block; gradients of the root, and besides those 3.08 blocks' (the block in backward, the one whose reduction is under way, three shards of a quarter each, and one matrix, a third of a block, which autograd has made and the engine has not yet moved); a receive buffer for the quarters of the three other ranks; and activations.
+# The root *and* the largest unit, to the byte, on any number of ranks: while a block runs, the root that encloses it is there as well. The whole list, at the peak on 4 ranks: weights of root and one block; gradients of the root, and besides those 3.08 blocks' (the block in backward, the one whose reduction is under way, three shards of a quarter each, and one matrix, a third of a block, which autograd has made and the engine has not yet moved); a receive buffer for the quarters of the three other ranks; and activations.
 # Then backward ends, and 4.0 bytes are left.
 #
-# **The claim (C11), settled: true**, and now you can say what a "temporary buffer" is. It does not shrink with N. It shrinks with smaller units: a model in one unit would be gathered whole. (Each unit that is gathered ahead adds one more: lesson 05.)
+# And ZeRO-2's peak is hardly higher, 5.3 MB against 5.0; on 2 ranks it is the lower one. Most of what ZeRO-3 saves at rest it spends at the peak: it handles whole blocks, each of them a quarter of this model, and ZeRO-2 smaller buckets. With 12 blocks it spends the same 1.7 MB, and at rest it saves 3.6: in a real model units and buckets are small beside the whole, and the saving stays.
 #
-# Four blocks are few, and the buffers weigh much. At the size for which all this was made? *175 B on 64 GPUs: 2.8 TB becomes 44 GB a GPU*, the notes say. We can run that. A **fake process group** has 64 ranks of which 63 do not exist: its collectives return at once. On the `meta` device a tensor has a shape and no memory, and
+# **The claim (C11), settled: true**, and now you can say what a "temporary buffer" is. It does not shrink with N, as what is held at rest does. It shrinks with smaller units: a model in one unit would be gathered whole. (Each unit that is gathered ahead adds one more: lesson 05.)
+#
+# At the size for which all this was made? *175 B on 64 GPUs: 2.8 TB becomes 44 GB a GPU*, the notes say. We can run that. A **fake process group** has 64 ranks of which 63 do not exist: its collectives return at once. On the `meta` device a tensor has a shape and no memory, and
 # the meter counts the bytes that it would have. The engine notices neither.
 #
 # **Predict.** GPT-3's 96 blocks on 64 ranks, with a batch of 8 tokens: how many GB above the 44 is the peak?

@@ -603,7 +603,7 @@ def score(events: Sequence[tuple[str, str]], title: str = "") -> Figure:
     """The order of events as sheet music: a row for each unit, every note equally long, time runs right.
 
     events: (what, unit) as they happened. `what` is one of gather forward backward reduce, which are notes, or free. A unit
-    is underlined from gather to free: that is where its full weights have memory.
+    is underlined from gather to free: that is where its full weights have memory. The first such line is named.
     """
     _not_empty(events=events)
     looks = {what: (_COMPUTE | _WIRE).get(what) for what in ("gather", "forward", "backward", "reduce")}
@@ -612,11 +612,12 @@ def score(events: Sequence[tuple[str, str]], title: str = "") -> Figure:
         raise ValueError(f"unknown events: {unknown}; choose from {', '.join(looks)}, free")
     units = list(dict.fromkeys(unit for _, unit in events))
     figure, ax = _axes()
-    now, since = 0, {}
+    now, since, lines = 0, {}, []
 
     def underline(y: int, start: int):
         look = {"facecolor": COLOURS["params"], "edgecolor": "white", "linewidth": 0.6}  # a gap where it was freed
         ax.add_patch(Rectangle((start, y + 0.22), now - start, 0.13, **look))
+        lines.append((start, y + 0.35))
 
     for what, unit in events:
         y = units.index(unit)
@@ -630,6 +631,9 @@ def score(events: Sequence[tuple[str, str]], title: str = "") -> Figure:
         now += 1
     for y, start in since.items():
         underline(y, start)
+    if lines:
+        look = {"textcoords": "offset points", "va": "top", "color": COLOURS["params"]}
+        ax.annotate("full weights in memory", min(lines), (0, -2), **look)
     for y in range(len(units)):
         ax.axhline(y, color=COLOURS["other"], linewidth=0.8, zorder=0)
     ax.set_yticks(range(len(units)), units)
@@ -639,5 +643,5 @@ def score(events: Sequence[tuple[str, str]], title: str = "") -> Figure:
     ax.set(xlim=(0, now or 1), xlabel="one event after the other; not to scale in time")
     ax.set_ylim(max(len(units), 3) - 0.4, -0.4)
     key = {what: Patch(**look) for what, look in looks.items() if any(what == each for each, _ in events)}
-    _head(figure, title, key | {"full weights in memory": Patch(color=COLOURS["params"])})
+    _head(figure, title, key)
     return figure

@@ -197,7 +197,7 @@ class FlatShard:
 
     def _adopt_slice(self) -> None:
         """Where the slice is not the rounding of its master, somebody has written to it."""
-        if self.has_master:
+        if self.has_master and not freed.pretends(self.slice_S):
             written = self.shard_S.to(self.slice_S.dtype) != self.slice_S
             self.shard_S[written] = self.slice_S[written].float()
 

@@ -332,7 +332,7 @@ def _shard_program(rank, answer, shapes, frozen):
     ],
 )
 def gather_and_free(answer, expect):
-    """on 2 and 3 ranks: bytes held when made, gathered, freed, and freed while autograd has views; weights old and new; gradients; one all_gather of P"""
+    """on 2 and 3 ranks: bytes held when made, while gather() runs, gathered, freed, and freed while autograd has views; weights old and new; gradients; one all_gather of P"""
     _gathered(answer, expect, "5 elements", 2, (1, 3))
     _gathered(answer, expect, "fewer elements than ranks", 3, ())
     _gathered(answer, expect, "1,320 elements", 3, (40, 31))
@@ -392,6 +392,11 @@ def _check_round(expect: Expect, outcome: Outcome, weights: list[Tensor], n: int
     expect.that(
         held <= want + _SLACK, "a gathered unit holds its buffer and its shard", f"{want:,} bytes", f"{held:,} on rank {rank}",
         cause="the buffer is there twice: gather into the one of which the parameters are views" if held > want + _FLOAT * P - _SLACK else "",
+    )  # fmt: skip
+    peak, limit = gathered["peak"], want + _FLOAT * P // 2
+    expect.that(
+        peak <= limit, "while gather() runs, the full weights are there once", f"a peak of at most {limit:,} bytes", f"{peak:,} on rank {rank}",
+        "each gather makes a step's peak higher, by a whole unit", "the shards arrive in another tensor and are copied from there: the buffer itself is what all_gather fills",
     )  # fmt: skip
     freed, want = value["freed"], _FLOAT * S
     cause = "the parameters still have their memory: resize the storage that they are views of to 0 bytes" if freed["there"] else _HELD
@@ -518,8 +523,10 @@ def _gathered_program(rank, answer, shapes):
 
         def do(what: Callable, expected: float = math.inf) -> dict:
             since = len(traffic.ops)
-            what()
-            return state(since, expected)
+            with mz.record_memory() as meanwhile:
+                what()
+            peak = meanwhile.peak_total - before
+            return state(since, expected) | {"peak": peak}
 
         unit = answer(list(params))
         shard = unit.shard_S
@@ -612,7 +619,7 @@ _FAILED = [*_unit("root", *_unit("0"), *_unit("1"))]  # block 1 raises
     ],
 )
 def hooks(answer, expect):
-    """gather before and free after each forward, nested, in training and evaluation, after an exception, for twice used blocks; inputs and outputs untouched"""
+    """gather before and free after each forward, nested, in training and evaluation, after an exception, for twice used blocks; nothing in backward; inputs and outputs untouched"""
     causes = {
         "missing 1 required positional argument: 'x'": "what a pre-hook returns takes the place of the inputs: return nothing",
         "positional argument": "torch hands a hook the module, its inputs and, after forward, its output; gather and free take none: call them in a function that takes these",
@@ -624,6 +631,7 @@ def hooks(answer, expect):
     wants = {
         "one unit": _unit("0"),
         "a root with two blocks": _root(0, 1),
+        "a root with two blocks, forward and backward": _root(0, 1),
         "a root with two blocks, in evaluation, under no_grad": _root(0, 1),
         "block 1 of two raises": _FAILED,
         "one call more, after an exception": _root(0, 1),
@@ -663,6 +671,8 @@ def _hooked_otherwise(case: str, got: _Events, want: _Events) -> tuple[str, str]
         if "None" in case or "dict" in case:
             return so, "free() must not depend on what the output is"
         return so, "nothing frees after forward: a forward hook is the place, and a backward hook is not (an evaluation has no backward)"
+    if not missing and "backward" in case:
+        return "each gather is paid for, and nobody needs these weights", "a backward hook calls it: both belong to forward alone; when backward needs the weights is exercise 4"
     if kinds_missing == {"gather", "free"} and not extra:
         return "forward would compute with weights that are gone", "nothing runs before and after this forward: both hooks belong on the module itself, and stay for every call"
     if kinds_missing == {"gather"} and not extra:
@@ -708,6 +718,11 @@ def _hooks_program(rank, answer, wants):
         with torch.no_grad():
             return module.eval()(x)
 
+    def trained(module: nn.Module) -> Tensor:
+        out = module(x)
+        out.sum().backward()
+        return out
+
     def failed(module: nn.Module) -> BaseException | None:
         module.blocks[1].error = error
         try:
@@ -727,6 +742,7 @@ def _hooks_program(rank, answer, wants):
     cases = {
         "one unit": (block, lambda module: module(x), plain),
         "a root with two blocks": (partial(model, 0, 1), lambda module: module(x), plain),
+        "a root with two blocks, forward and backward": (partial(model, 0, 1), trained, plain),
         "a root with two blocks, in evaluation, under no_grad": (partial(model, 0, 1), evaluated, plain),
         "block 1 of two raises": (partial(model, 0, 1), failed, partial(_is_error, want=error)),
         "one call more, after an exception": (partial(model, 0, 1), failed_before, plain),
@@ -750,6 +766,8 @@ def _hooks_program(rank, answer, wants):
     finally:
         everywhere._global_forward_pre_hooks.clear()  # an answer may have hooked all modules there are
         everywhere._global_forward_hooks.clear()
+        everywhere._global_backward_pre_hooks.clear()
+        everywhere._global_backward_hooks.clear()
     return found
 
 
@@ -1421,6 +1439,9 @@ _OWNERS: dict[str, Callable[[list[str], list[str]], str]] = {
     "that is the highest unit that contains all uses: the root always does": lambda units, paths: "",
     "a name begins with another one's digits: layers.1 does not contain layers.10": lambda units, paths: _lowest(units, paths, lambda unit, path: path.startswith(unit)),
     "whatever is shared goes to the root: a lower unit may contain all its uses": lambda units, paths: _lowest(units, paths) if len(paths) == 1 else "",
+    "what two units share goes to the root: a lower unit that encloses both contains all uses as well": lambda units, paths: (
+        _lowest(units, paths) if len({_lowest(units, [path]) for path in paths}) == 1 else ""
+    ),
     "the first unit of the list that contains all uses is taken: there may be a lower one": lambda units, paths: next(
         unit for unit in units if all(_contains(unit, path) for path in paths)
     ),
@@ -1477,8 +1498,10 @@ def tied(answer, expect):
             elif want != unit and unit in units and not all(_contains(unit, path) for path in own):
                 outside = next(path for path in own if not _contains(unit, path))
                 so = f"{outside.rpartition('.')[0] or 'the root'} would compute with a weight that {unit} has freed"
+                why = cause or f"{unit} does not contain {outside}: a unit has to contain all uses"
             elif want != unit and unit in units:
                 so = f"the weight would be there for as long as {unit or 'the root'} works: longer than it is needed"
+                why = cause or f"{want}, which lies inside {unit or 'the root'}, contains all uses as well"
             expect.that(
                 want == unit, "a parameter belongs to the lowest unit that contains all its uses", f"{name} belongs to {_quoted(want)}", _quoted(unit), so, why,
             )  # fmt: skip
@@ -1568,6 +1591,13 @@ def _held_question(psi: int, n: int, rng) -> Question:
             "the fp32 master is missing: Adam's part is 12 bytes, not 8": 12 * psi / n,
             "that is the weights' part: gradients and the optimizer's are model states too": 2 * psi / n,
             "that is weights and gradients: the optimizer's 12 bytes are model states too": 4 * psi / n,
+            "Adam's two moments are missing, 4 bytes each": 8 * psi / n,
+            "weights or gradients are missing, 2 bytes each": 14 * psi / n,
+            "gradients are in 16 bits: 2 bytes, not 4": 18 * psi / n,
+            "weights and gradients are in 16 bits: 2 bytes each, not 4": 20 * psi / n,
+            "weights and gradients are divided by N, but the optimizer's 12 bytes are not: all 16 are": 12 * psi + 4 * psi / n,
+            "the whole weights are counted as well: while no unit is gathered, a rank has its shard of them": 2 * psi + 16 * psi / n,
+            "(N−1)/N is what a rank does not hold: its own part is 1/N": 16 * psi * (n - 1) / n,
         },
     )
 
@@ -1587,13 +1617,16 @@ def _peak_question(psi: int, n: int, rng) -> Question:
             f"full gradients     2 bytes × {psi / layers:g} B = {block / 2:g} GB",
         ],
         mistakes={
-            "the block's full gradients are missing": states + block / 2,
+            "the block's full gradients, or its full weights, are missing": states + block / 2,
             "the block that works is missing: that is what a rank holds at rest": states,
             "what is there in full is one block, not the model": states + 4 * psi,
             "of the block only weights and gradients are there in full: its master and moments stay shards": states + 16 * psi / layers,
             "the model states are divided by N": 16 * psi + block,
             "that is the block alone: the model states are there as well": block,
-            "in 16 bits a weight has 2 bytes, and a gradient too": states + 2 * block,
+            "one block is there in full, and in 16 bits: a weight has 2 bytes, and a gradient too": states + 2 * block,
+            "of the model states the fp32 master is missing: Adam's part is 12 bytes, not 8": 12 * psi / n + block,
+            "of the model states Adam's two moments are missing, 4 bytes each": 8 * psi / n + block,
+            "that is ZeRO-2's model states: the weights are divided by N, too": 2 * psi + 14 * psi / n + block,
         },
         tol=0.005,
     )
@@ -1615,6 +1648,8 @@ def _sent_question(psi: int, n: int, rng) -> Question:
         mistakes={
             "that is ZeRO-2, which gathers once a step: here the weights are gone after each forward and backward": (g + 1) * one,
             "the weights are freed after forward, and gathered again for backward: two all-gathers a micro-batch": 2 * g * one,
+            "that is the gradients: the weights are gathered as well, twice": g * one,
+            "gradients go by reduce-scatter, which is half an all-reduce": 4 * g * one,
             "that is one micro-batch: each of them gathers twice and reduces": 3 * one,
             "each micro-batch reduces its gradients: there is no no_sync()": (2 * g + 1) * one,
             "each micro-batch gathers its weights, twice": (g + 2) * one,
@@ -1647,6 +1682,8 @@ def _ratio_question(psi: int, n: int, rng) -> Question:
             "ZeRO-3 gathers for each micro-batch, not once a step": (g + 2) / (g + 1),
             "that is the other way round: ZeRO-3 sends more": 1 / answer,
             "no_sync() does not exist under ZeRO-2: each micro-batch is reduced": 3 * g / 2,
+            "that is for two micro-batches a step: ZeRO-2 gathers once a step, however many there are": 2,
+            "that compares the all-gathers alone: both reduce each micro-batch as well": 2 * g,
         },
     )
 
@@ -1668,6 +1705,7 @@ def _ranks_question(psi: int, n: int, rng) -> Question:
             "that is the weights' part: gradients and the optimizer's states have to fit, too": -(-2 * psi // memory),
             "that is weights and gradients: the optimizer's 12 bytes have to fit, too": -(-4 * psi // memory),
             "that is the optimizer's part and the weights: the gradients have to fit, too": -(-14 * psi // memory),
+            "Adam's two moments are missing, 4 bytes each": -(-8 * psi // memory),
             "rounded down, the last of them does not fit": 16 * psi // memory if 16 * psi % memory else answer * 100,
         },
         tol=0.004,

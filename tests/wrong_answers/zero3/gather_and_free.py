@@ -108,6 +108,17 @@ class GathersElsewhere(Right):
         all_gather(self.full_P, self.shard_S)
 
 
+@wrong("the shards arrive in another tensor and are copied from there")
+class CopiesIntoTheBuffer(Right):
+    """Gathers elsewhere and copies into the buffer: for a moment the weights are there twice."""
+
+    def gather(self):
+        full_P = torch.empty(len(self.shard_S) * self.n)
+        all_gather(full_P, self.shard_S)
+        self.flat_P.untyped_storage().resize_(self.flat_P.nbytes)
+        self.flat_P.copy_(full_P)
+
+
 @wrong("the parameters still have their memory")
 class FreesNothing(Right):
     """Fills the buffer with zeros, and calls it freed."""

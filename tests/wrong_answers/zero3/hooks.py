@@ -29,6 +29,23 @@ def frees_in_backward(module, gather, free):
     module.register_full_backward_hook(lambda module, grad_in, grad_out: free())
 
 
+@wrong("both belong to forward alone")
+def in_backward_too(module, gather, free):
+    """Calls both around each backward as well."""
+    module.register_forward_pre_hook(lambda module, args: gather())
+    module.register_forward_hook(lambda module, args, output: free(), always_call=True)
+    module.register_full_backward_pre_hook(lambda module, grad_out: gather())
+    module.register_full_backward_hook(lambda module, grad_in, grad_out: free())
+
+
+@wrong("both belong to forward alone")
+def frees_twice(module, gather, free):
+    """Frees after forward, and once more after backward."""
+    module.register_forward_pre_hook(lambda module, args: gather())
+    module.register_forward_hook(lambda module, args, output: free(), always_call=True)
+    module.register_full_backward_hook(lambda module, grad_in, grad_out: free())
+
+
 @wrong("an evaluation gathers as well")
 def only_with_gradients(module, gather, free):
     """Frees when the output needs a gradient: not in an evaluation."""

@@ -49,6 +49,27 @@ def shared_to_the_root(model, units):
     }
 
 
+@wrong("a lower unit that encloses both")
+def across_units_to_the_root(model, units):
+    """Gives what two units share to the root, although a lower unit contains all its uses."""
+    lowest = {
+        param: {max((unit for unit in units if contains(unit, path)), key=len) for path in of_param}
+        for param, of_param in paths(model).items()
+    }
+    return {param: owners.pop() if len(owners) == 1 else "" for param, owners in lowest.items()}
+
+
+@wrong("contains all uses as well")
+def shared_or_frozen_to_the_root(model, units):
+    """Gives every shared parameter to the root, and every frozen one, too."""
+    return {
+        param: max((unit for unit in units if contains(unit, of_param[0])), key=len)
+        if len(of_param) == 1 and param.requires_grad
+        else ""
+        for param, of_param in paths(model).items()
+    }
+
+
 @wrong("the root always does")
 def all_to_the_root(model, units):
     """Takes the first unit that contains all uses: the root, mostly."""
