@@ -514,7 +514,7 @@ for orders in (two_orders, one_left_out):
 # A *loss*, of usual size, and a wrong one: 1.6456 where ZeRO-2 has 1.6415. Rank 0 has computed layer 0 with a mixture of two layers' halves. Sizes match, so no collective complains. That is why the engine keeps a list of what it gathered, and a fingerprint of it travels in the step's one small message: **`step()` refuses on every rank, before a weight has moved.** With a layer left out the
 # counts differ: sooner or later one rank gathers where the other reduces, and both wait for ever. Our ranks then lay their journals side by side, and name the first place where they part. Elsewhere it is a hang.
 #
-# Layers that depend on the data (layer drop, early exit, experts) are how people get there. What depends on the data belongs inside one unit.
+# Layers that depend on the data (layer drop, early exit, experts) are how people get there. Every rank has to run every unit, and each unit has to return something that it has computed: what depends on the data belongs between the two, or ZeRO-2 is the better choice.
 
 # %% [markdown]
 # ## 6. They say 16Ψ/N: how much more is it at the worst moment?

@@ -80,7 +80,8 @@ class Zero3(Engine):
 
     def _leave_backward(self, unit: Unit) -> None:
         self._reduce_ready()
-        if self._gradients is Gradients.ARRIVING:
+        if self._gradients_come:
+            self._begin_backward()
             self._ready = unit
         if not self._watch.needs(unit):
             unit.free()

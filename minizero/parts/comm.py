@@ -216,12 +216,12 @@ def _copy(to: Tensor, source: Tensor) -> None:
         to.copy_(source)
 
 
-_tags: dict[str, int] = {}
+_tags: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # a new group begins anew, whatever its name
 
 
 def _next_tag(group: Group) -> int:
     """The first of N tags for one exchange, equal on all ranks since they issue them in one order; far from people's own."""
-    _tags[group.group_name] = count = (_tags.get(group.group_name, 0) + size_of(group)) % 2**29
+    _tags[group] = count = (_tags.get(group, 0) + size_of(group)) % 2**29
     return 2**30 + count
 
 

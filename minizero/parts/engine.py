@@ -126,6 +126,7 @@ class Engine(nn.Module):
         if self.weights:
             self._updated = {piece for shard in self.weights for piece in shard.pieces.values()}
             self._repointed = optim.repoint(self.optimizer, self.weights)
+        if self.optimizer is not None:
             self._stand_in_for(self.optimizer)
         self._hook_gradients()
 
@@ -137,7 +138,9 @@ class Engine(nn.Module):
 
         def zero_grad(set_to_none: bool = True) -> None:
             engine = me()
-            (alone if engine is None else engine.zero_grad)(set_to_none)
+            if engine is not None:
+                engine._end_broken_backward()
+            (engine.zero_grad if engine is not None and engine.weights else alone)(set_to_none)
 
         def inside_engine_step(*_: Any) -> None:
             engine = me()
@@ -148,7 +151,8 @@ class Engine(nn.Module):
                 )
 
         optimizer.zero_grad = zero_grad
-        optimizer.register_step_pre_hook(inside_engine_step)
+        if self.weights:
+            optimizer.register_step_pre_hook(inside_engine_step)
 
     def _hook_gradients(self) -> None:
         """Hear of each gradient, before and after autograd adds it to a parameter's .grad. Keeps nothing alive."""
@@ -196,10 +200,14 @@ class Engine(nn.Module):
     def _begin_batch(self) -> None:
         if self._watch is not None:
             self._watch.reset()
-        if self._gradients is Gradients.ARRIVING:  # the last backward raised: end what the other ranks may wait for
-            self._reduce_the_rest()
+        self._end_broken_backward()
         if self._gradients is Gradients.SYNCED and self.module.training:
             self._gradients = Gradients.LOCAL
+
+    def _end_broken_backward(self) -> None:
+        """loss.backward(), called directly, has raised: end what the other ranks may wait for."""
+        if self._gradients is Gradients.ARRIVING and not _inside_backward():
+            self._reduce_the_rest()
 
     def _check_unchanged(self) -> None:
         """A parameter that was replaced, added or unfrozen since would train on this rank alone."""
@@ -236,7 +244,7 @@ class Engine(nn.Module):
         self._scaled_backward = True
         try:
             (loss if self.loss_scaler is None else loss.float() * self.loss_scale).backward()
-        except Exception:
+        except BaseException:
             if self._watch is not None:
                 self._watch.go_on()
             raise
@@ -257,13 +265,22 @@ class Engine(nn.Module):
             if self._gradients is Gradients.SYNCED:
                 self._gradients = Gradients.REDUCED  # and the bucket is late
             return
+        self._begin_backward()
+        self._gradient_ready(param)
+
+    def _begin_backward(self) -> None:
+        """Gradients of this backward will come."""
         if self._gradients is not Gradients.ARRIVING:  # loss.backward() was called directly
             self._gradients = Gradients.ARRIVING
             # When the backward that runs has ended. One that reentrant checkpointing starts inside another is its own.
             me = weakref.ref(self)
             end = torch.autograd.Variable._execution_engine.queue_callback
             end(lambda: me() is not None and me()._reduce_the_rest())
-        self._gradient_ready(param)
+
+    @property
+    def _gradients_come(self) -> bool:
+        """Autograd is running, and will come to a parameter: so this is no torch.autograd.grad()."""
+        return _inside_backward() and any(map(torch._C._will_engine_execute_node, self._accumulators))
 
     def _check_gradient(self, param: nn.Parameter) -> None:
         if param.grad is None:
@@ -347,6 +364,8 @@ class Engine(nn.Module):
     def step(self, closure: None = None) -> bool:
         """Update the weights with the averaged gradients and clear them. True if it did, False if the step was skipped."""
         self._check_step(closure)
+        if self._watch is not None:
+            self._watch.reset()
         if self._gradients is not Gradients.SYNCED:  # what was edited since then counts as it is
             self._synchronize()
         self._check_edits()
@@ -377,6 +396,7 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that the optimizer sees."""
+        self._end_broken_backward()
         super().zero_grad(set_to_none)
         for shard in self.weights:
             for piece in shard.pieces.values():

@@ -198,7 +198,7 @@ class Order(list[Unit]):
         raise RuntimeError(
             f"the ranks have run their units in different orders since the last step: at place {place} rank 0 gathered {first}, "
             f"rank {rank} {other}. They have computed with each other's weights, and nothing was updated. Clear the gradients, and let "
-            "every rank run the same units; what depends on the data belongs inside one unit, or take Zero2"
+            "every rank run the same units, each with a result of its own that the loss depends on; or take Zero2"
         )
 
 
