@@ -280,7 +280,12 @@ class Engine(nn.Module):
     @property
     def _gradients_come(self) -> bool:
         """Autograd is running, and will come to a parameter: so this is no torch.autograd.grad()."""
-        return _inside_backward() and any(map(torch._C._will_engine_execute_node, self._accumulators))
+        if self._gradients is Gradients.ARRIVING:
+            return True
+        try:
+            return _inside_backward() and any(map(torch._C._will_engine_execute_node, self._accumulators))
+        except RuntimeError:  # inside torch.autograd.grad() torch does not tell of leaves
+            return False
 
     def _check_gradient(self, param: nn.Parameter) -> None:
         if param.grad is None:
