@@ -44,7 +44,7 @@ def states(rank, world_size, engine_type, make, bucket_mb, precision=None):
     with mz.record_memory() as m:
         model = make()
         engine = engine_type(model, torch.optim.Adam(model.parameters(), lr=1e-3), bucket_mb=bucket_mb, precision=precision)
-        for step in range(3):
+        for step in range(2):
             engine.backward(loss_of(engine, share(rows(model, step, 12), rank, world_size)))
             after_backward = {kind: gained(m, kind) for kind in m.now}
             engine.step()
@@ -54,7 +54,7 @@ def states(rank, world_size, engine_type, make, bucket_mb, precision=None):
 
 
 @every_engine
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("bucket_mb", [25, 1e-3])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_states_cost_what_the_paper_says_to_the_byte_and_a_step_count_for_each_piece(ranks, engine_type, precision, bucket_mb, world_size):
@@ -82,7 +82,7 @@ def test_states_cost_what_the_paper_says_to_the_byte_and_a_step_count_for_each_p
 
 @every_engine
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_frozen_parameters_cost_no_gradient_and_no_adam_and_padding_no_moment(ranks, engine_type, world_size, precision):
     results = ranks(world_size).run(states, world_size, engine_type, Awkward, 1e-4, precision)
     for held, (every, trainable), P, flat_weights, owned in results:
@@ -172,7 +172,7 @@ def where_gradients_are(rank, world_size, engine_type, precision):
 
 @engines_that_shard_gradients
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_after_a_backward_a_rank_has_its_shard_and_after_the_second_in_fp32_and_no_whole_bucket(ranks, engine_type, precision, world_size):
     for buckets, alive, after_the_step, P in ranks(world_size).run(where_gradients_are, world_size, engine_type, precision):
         assert set(buckets) == {0}
@@ -262,7 +262,7 @@ def train_long(rank, engine_type, name, precision):
     model = build(name)
     engine = engine_type(model, torch.optim.Adam(model.parameters()), bucket_mb=1e-4, clip_norm=1.0, precision=precision)
     live = []
-    for step in range(10):
+    for step in range(6):
         with without_sync(engine):
             engine.backward(loss_of(engine, rows(model, step, 4)))
         engine.backward(loss_of(engine, rows(model, step, 4)))
@@ -281,7 +281,7 @@ def train_long(rank, engine_type, name, precision):
 ])  # fmt: skip
 def test_live_tensors_do_not_grow_from_step_to_step(ranks, engine_type, name, precision):
     for live in ranks(2).run(train_long, engine_type, name, precision):
-        assert min(live[6:]) <= min(live[2:6])  # the least: gloo's thread may let go of a vote a moment late
+        assert min(live[4:]) <= min(live[2:4])  # the least: gloo's thread may let go of a vote a moment late
 
 
 def let_go(rank, engine_type, model_first):

@@ -127,11 +127,10 @@ def with_experts(rank, world_size, engine_type, orders, direct):
     return [(op.op, op.unit) for op in traffic.ops], distance(weights(alone), weights(engine)), unused_is_untouched
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("orders", ORDERS)
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
-def test_gradients_may_arrive_in_any_order_and_be_missing_anywhere(ranks, engine_type, orders, direct, world_size):
-    results = ranks(world_size).run(with_experts, world_size, engine_type, ORDERS[orders], direct)
+def test_gradients_may_arrive_in_any_order_and_be_missing_anywhere(ranks, engine_type, orders, direct):
+    results = ranks(3).run(with_experts, 3, engine_type, ORDERS[orders], direct)
     for sequence, difference, unused_is_untouched in results:
         assert sequence == results[0][0]
         assert len(sequence) == 21
@@ -208,11 +207,10 @@ def with_an_adversary(rank, world_size, engine_type, name, how):
     return same(*results)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("how", ["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("name", ["awkward", "checkpointed reentrant"])
-def test_no_bucket_is_touched_between_its_leaving_and_its_wait(ranks, engine_type, name, how, world_size):
-    assert all(ranks(world_size).run(with_an_adversary, world_size, engine_type, name, how))
+def test_no_bucket_is_touched_between_its_leaving_and_its_wait(ranks, engine_type, name, how):
+    assert all(ranks(3).run(with_an_adversary, 3, engine_type, name, how))
 
 
 # --- buckets -----------------------------------------------------------------------------------------

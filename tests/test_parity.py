@@ -46,8 +46,8 @@ def both(rank, world_size, engine_type, name, optimizer_name, dtype):
 
 
 CASES = [
-    *[(name, "sgd", world_size) for name in ALL if name not in ("mixed", "checkpointed reentrant once") for world_size in (1, 2, 3)],
-    *[(name, "adamw", world_size) for name in ("awkward", "few", "strided") for world_size in (1, 2, 3)],
+    *[(name, "sgd", world_size) for name in ALL if name not in ("mixed", "checkpointed reentrant once") for world_size in (1, 3)],
+    *[(name, "adamw", world_size) for name in ("awkward", "few", "strided") for world_size in (1, 3)],
     *[(name, optimizer, 4) for name in ("awkward", "few") for optimizer in OPTIMIZERS],
 ]
 
@@ -65,10 +65,9 @@ def test_it_equals_one_process_on_the_whole_batch(ranks, engine_type, name, opti
 
 
 @every_engine
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_it_equals_one_process_in_float32_to_1e_6(ranks, engine_type, optimizer, world_size):
-    for moved, difference, _ in ranks(world_size).run(both, world_size, engine_type, "awkward", optimizer, torch.float32):
+def test_it_equals_one_process_in_float32_to_1e_6(ranks, engine_type, optimizer):
+    for moved, difference, _ in ranks(3).run(both, 3, engine_type, "awkward", optimizer, torch.float32):
         assert moved > 0.01
         assert difference <= 1e-6
 
@@ -86,39 +85,41 @@ def with_mixed_dtypes(rank, world_size, engine_type):
 
 
 @every_engine
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_parameters_of_several_dtypes_keep_them(ranks, engine_type, world_size):
     for in_bf16, in_others in ranks(world_size).run(with_mixed_dtypes, world_size, engine_type):
         assert in_bf16 <= (0 if world_size == 1 else 4)  # units in the last place of 1.0
         assert in_others <= (0 if world_size == 1 else 0.02)  # what bfloat16 activations make of it
 
 
-def beside_torch_ddp(rank, world_size, engine_type, name, optimizer_name):
+def beside_torch_ddp(rank, world_size, name, optimizer_name):
+    """How far each engine's weights and buffers are from those of torch's DDP in the end."""
     def make():
-        return build(name, None if world_size == 2 else torch.float64, seed=rank)
+        model = build(name, None if world_size == 2 else torch.float64, seed=rank)
+        return model, OPTIMIZERS[optimizer_name](model.parameters())
 
-    theirs, ours = make(), make()
+    theirs, optimizer = make()
     ddp = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
-    optimizer, optimizer_ours = (OPTIMIZERS[optimizer_name](m.parameters()) for m in (theirs, ours))
     for step in range(STEPS):
         loss_of(ddp, share(rows(theirs, step, 12), rank, world_size)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    trained = train(engine_type(ours, optimizer_ours, bucket_mb=BUCKET_MB), rank, world_size, 12, STEPS)
-    buffers = [list(map(torch.clone, m.buffers())) for m in (theirs, ours)]
-    return weights(theirs), trained, *buffers
+    differences = {}
+    for engine_type in ENGINES:
+        ours, optimizer = make()
+        trained = train(engine_type(ours, optimizer, bucket_mb=BUCKET_MB), rank, world_size, 12, STEPS)
+        differences[engine_type.__name__] = distance([*weights(theirs), *theirs.buffers()], [*trained, *ours.buffers()])
+    return differences
 
 
-@every_engine
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["awkward", "few", "strided", "batchnorm"])
-def test_it_equals_torch_ddp(ranks, engine_type, name, optimizer, world_size):
+def test_all_engines_equal_torch_ddp(ranks, name, optimizer, world_size):
     """Bit for bit on two ranks. From three on, torch divides before it adds, and adds in another order."""
     tolerance = 0 if world_size == 2 else 1e-9
-    for theirs, ours, *buffers in ranks(world_size).run(beside_torch_ddp, world_size, engine_type, name, optimizer):
-        assert distance(theirs, ours) <= tolerance
-        assert distance(*buffers) <= tolerance
+    for differences in ranks(world_size).run(beside_torch_ddp, world_size, name, optimizer):
+        assert {engine: difference for engine, difference in differences.items() if not difference <= tolerance} == {}
 
 
 def in_integers(rank, world_size, engine_type):
@@ -154,7 +155,7 @@ def accumulating(rank, world_size, engine_type):
 
 
 @every_engine
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_micro_batches_that_are_reduced_one_by_one_equal_the_whole_batch(ranks, engine_type, world_size):
     results = ranks(world_size).run(accumulating, world_size, engine_type)
     for difference, trained in results:
@@ -172,27 +173,23 @@ IN_GROUPS = {
 
 
 def all_engines(rank, world_size, name, optimizers, bucket_mb):
-    """For each engine and optimizer the step after which it was no longer equal to DDP; a checksum of DDP's parameters
-    after each step; and how far the weights have moved."""
-    parted, sums, moved = {}, [], []
+    """The engines and optimizers that end with other bits than DDP does; DDP's weights; and how far weights have moved."""
+    parted, ends, moved = [], [], []
     for optimizer_name in optimizers:
-        expected = []
+        expected = None
         for engine_type in ENGINES:
             model = build(name, seed=rank)
             engine = engine_type(model, IN_GROUPS[optimizer_name](model), bucket_mb=bucket_mb)
             before = weights(engine)
-            for step in range(STEPS):
-                engine.backward(loss_of(engine, share(rows(model, step, 12), rank, world_size)))
-                engine.step()
-                trained = weights(engine)
-                state = [*trained, *map(torch.clone, model.buffers())]
-                if engine_type is mz.DDP:
-                    expected.append(state)
-                    sums.append([weight.double().sum().item() for weight in trained])
-                elif not same(expected[step], state):
-                    parted.setdefault((engine_type.__name__, optimizer_name), step)
-            moved.append(distance(before, weights(engine)))
-    return parted, sums, min(moved), max(moved)
+            trained = train(engine, rank, world_size, 12, STEPS)
+            state = [*trained, *model.buffers()]
+            if expected is None:
+                expected = state
+                ends += trained
+            elif not same(expected, state):
+                parted.append((engine_type.__name__, optimizer_name))
+            moved.append(distance(before, trained))
+    return parted, ends, min(moved), max(moved)
 
 
 CASES_TO_THE_BIT = [
@@ -206,9 +203,9 @@ CASES_TO_THE_BIT = [
 
 
 @pytest.mark.parametrize(("name", "optimizers", "world_size", "bucket_mb"), CASES_TO_THE_BIT, ids=lambda value: str(value).replace("'", ""))
-def test_all_engines_have_the_same_parameters_to_the_bit_after_each_of_20_steps(ranks, name, optimizers, world_size, bucket_mb):
+def test_all_engines_have_the_same_parameters_to_the_bit_after_20_steps(ranks, name, optimizers, world_size, bucket_mb):
     results = ranks(world_size).run(all_engines, world_size, name, optimizers, bucket_mb)
-    for parted, sums, least, most in results:
-        assert parted == {}
-        assert sums == results[0][1]  # on every rank
+    for parted, ends, least, most in results:
+        assert parted == []
+        assert same(ends, results[0][1])  # on every rank
         assert 0.01 < least and most < 10

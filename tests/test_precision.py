@@ -152,12 +152,12 @@ def test_weights_gradients_and_outputs_have_16_bits_and_what_the_optimizer_holds
 
 
 def small_updates(rank, engine_type, precision):
-    """Weight 1.0, gradient 1, lr 1e-4, 100 steps: each update is below the 16-bit resolution of the weight."""
+    """Weight 1.0, gradient 1, lr 1e-4, 40 steps: each update is below the 16-bit resolution of the weight."""
     model = Lone(torch.ones(3))
     plain = nn.Parameter(torch.ones(3, dtype=DTYPES[precision]))
     engine = engine_type(model, sgd(model, lr=1e-4), precision=precision, loss_scaler=mz.LossScaler(1024.0))
     optimizer = torch.optim.SGD([plain], lr=1e-4)
-    for _ in range(100):
+    for _ in range(40):
         engine.backward(engine().float().sum())
         engine.step()
         plain.sum().backward()
@@ -172,7 +172,7 @@ def small_updates(rank, engine_type, precision):
 def test_updates_too_small_for_16_bits_add_up_in_the_master(ranks, engine_type, precision, world_size):
     for plain, weight, master in ranks(world_size).run(small_updates, engine_type, precision):
         assert plain == [1.0] * 3  # without a master nothing has happened
-        assert master.tolist() == pytest.approx([0.99] * 3, abs=1e-5)
+        assert master.tolist() == pytest.approx([0.996] * 3, abs=1e-5)
         assert torch.equal(weight, master.to(DTYPES[precision]))
 
 
@@ -238,10 +238,10 @@ def test_all_engines_have_the_same_masters_to_the_bit(ranks, name, precision, wo
 
 
 def accumulated(rank, engine_type, precision):
-    """A large gradient and then 300 that 16 bits would lose when added to it, one by one."""
+    """A large gradient and then 20 that 16 bits would lose when added to it, one by one."""
     model = Lone(torch.zeros(70))
     engine = engine_type(model, sgd(model, lr=1.0), precision=precision, loss_scaler=mz.LossScaler(2.0))
-    for i in range(301):
+    for i in range(21):
         engine.backward(engine(1.0 if i == 0 else 2.0**-12).float().sum())
     engine.step()
     return -engine.state_dict()["weight"]
@@ -252,7 +252,7 @@ def accumulated(rank, engine_type, precision):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_means_of_several_backwards_are_added_in_32_bits(ranks, engine_type, precision, world_size):
     for total in ranks(world_size).run(accumulated, engine_type, precision):
-        assert total.tolist() == [1 + 300 * 2.0**-12] * 70
+        assert total.tolist() == [1 + 20 * 2.0**-12] * 70
 
 
 # --- overflow --------------------------------------------------------------------------------------------------
@@ -555,7 +555,7 @@ def language_model(rank, world_size, engine_type, precision):
     return losses[0], sum(losses[-5:]) / 5, engine.skipped
 
 
-@every_engine
+@pytest.mark.parametrize("engine_type", [ENGINES[0], ENGINES[-1]], ids=lambda engine: engine.__name__)  # all have the same masters
 def test_a_small_gpt_learns_in_16_bits_what_it_learns_in_32(ranks, engine_type):
     in_32 = ranks(2).run(language_model, 2, engine_type, None)
     assert all(first > 2 and last < 0.5 * first for first, last, _ in in_32)

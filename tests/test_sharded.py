@@ -1,6 +1,7 @@
 """What the steps that shard the optimizer have in common: who updates what, what is done to gradients meanwhile, clipping, resuming."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -43,7 +44,7 @@ def shards(rank, world_size, engine_type):
 
 
 @every_engine
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_element_is_updated_by_exactly_one_rank_and_no_rank_has_more_than_its_share(ranks, engine_type, world_size):
     results = ranks(world_size).run(shards, world_size, engine_type)
     assert sorted(element for held, _, _ in results for element in held) == list(range(1, results[0][1] + 1))
@@ -94,7 +95,7 @@ def between_backwards(rank, world_size, engine_type, what, name="awkward", aside
     model, reference = build(name, torch.float64), build(name, torch.float64)
     optimizer, plain = (sgd(m, lr=0.05, momentum=0.9, weight_decay=0.1) for m in (model, reference))
     engine = engine_type(model, optimizer, bucket_mb=BUCKET_MB if name == "awkward" else 1e-9)
-    for step in range(4):
+    for step in range(2):
         for i in range(3):
             x = rows(model, 10 * step + i, 12)
             engine.backward(loss_of(engine, share(x, rank, world_size)))
@@ -124,7 +125,7 @@ EDITS = [f"{how} after sync_gradients" for how in ("edited", "replaced", "remove
 
 
 @every_engine
-@pytest.mark.parametrize("world_size", [1, 3])
+@world_sizes
 @pytest.mark.parametrize("what", ["nothing", "synchronised", *TOUCHES, *EDITS])
 def test_what_is_done_to_gradients_between_two_backwards_counts_as_in_plain_pytorch(ranks, engine_type, what, world_size):
     assert max(ranks(world_size).run(between_backwards, world_size, engine_type, what)) <= 1e-9
@@ -323,7 +324,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@world_sizes
 def test_all_engines_save_the_same(ranks, precision, world_size):
     (state, optimizer_state), _ = ranks(world_size).run(first_five, world_size, mz.DDP, precision)[0]
     for engine_type in ENGINES:
@@ -332,11 +333,16 @@ def test_all_engines_save_the_same(ranks, precision, world_size):
             assert optimizer_state["param_groups"] == same_optimizer_state["param_groups"]
 
 
+@functools.cache
+def saved_at_two(ranks, engine_type, precision):
+    return ranks(2).run(first_five, 2, engine_type, precision)[0]
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("engine_type", [mz.DDP, *ENGINES], ids=lambda engine: engine.__name__)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_saved_at_two_ranks_it_goes_on_at_any_number_and_under_any_engine(ranks, engine_type, precision, world_size):
-    saved, expected = ranks(2).run(first_five, 2, ENGINES[world_size % len(ENGINES)], precision)[0]
+    saved, expected = saved_at_two(ranks, ENGINES[world_size % len(ENGINES)], precision)
     for round_trip, trained in ranks(world_size).run(next_five, world_size, engine_type, precision, *saved):
         assert round_trip
         difference = max((a.float() - b.float()).abs().max().item() for a, b in zip(expected, trained, strict=True) if a.numel())
