@@ -2,7 +2,9 @@
 
 from minizero.ddp import DDP
 from minizero.lens import theory
+from minizero.lens.link import link
 from minizero.lens.memory import record_memory
+from minizero.lens.timeline import record_timeline
 from minizero.lens.traffic import record_traffic
 from minizero.parts.precision import LossScaler
 from minizero.ranks import RankError, Ranks, RanksTimeout, device, init, launch
@@ -23,7 +25,9 @@ __all__ = [
     "device",
     "init",
     "launch",
+    "link",
     "record_memory",
+    "record_timeline",
     "record_traffic",
     "theory",
 ]

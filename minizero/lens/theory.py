@@ -101,6 +101,36 @@ def sent(op: str, numel: int, world_size: int, is_source: bool = True) -> float:
     return _divide((shares * (world_size - 1) + wholes * world_size) * numel, world_size)
 
 
+# op -> rounds of a ring: N−1 messages of P/N each, one after the other.
+_ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "scatter": 1}
+
+
+def seconds(op: str, nbytes: float, world_size: int, bandwidth: float, latency: float = 0.0) -> float:
+    """How long one logical collective of `nbytes` takes on links of `bandwidth` bytes/s in each direction and `latency` seconds.
+
+        reduce_scatter, all_gather, all_to_all, scatter     (N−1)(α + P/(Nβ))
+        all_reduce                                          2(N−1)(α + P/(Nβ))
+        broadcast, reduce                                   (N−1)α + P/β         a pipelined chain
+        gather                                              (N−1)(α + P/β)       P is what one rank gives
+        send, recv                                          α + P/β
+        barrier                                             2(N−1)α              an all-reduce of nothing
+
+    α = latency, β = bandwidth, P = bytes of the full tensor. The Hockney model; Thakur et al. 2005 for the rings.
+    """
+    if op not in _SENT:
+        raise ValueError(f"op={op!r}: choose one of {', '.join(_SENT)}")
+    others = world_size - 1
+    if not others:
+        return 0.0
+    if op in _ROUNDS:
+        return _ROUNDS[op] * others * (latency + nbytes / world_size / bandwidth)
+    if op == "barrier":
+        return 2 * others * latency
+    if op == "gather":
+        return others * (latency + nbytes / bandwidth)
+    return (others if op in ("broadcast", "reduce") else 1) * latency + nbytes / bandwidth
+
+
 def _check(stage: int, numel: int, world_size: int) -> int:
     if stage not in STAGES:
         raise ValueError(f"stage={stage!r}: choose one of {', '.join(f'{s} ({name})' for s, name in STAGES.items())}")

@@ -13,7 +13,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from minizero.parts import flat, kinds
+from minizero.parts import flat, kinds, spans
 from minizero.parts.flat import FlatShard
 from minizero.parts.freed import FreedGradient, unguarded
 
@@ -373,6 +373,7 @@ class TransientBucket(ShardBucket):
     def land(self) -> None:
         """The mean of this rank's shard has arrived, and the buffer is done with. What came meanwhile goes into it anew."""
         flat.free(self.grad_P)
+        spans.moment("free", self.name)
         with unguarded():
             self._settle()
             late = {p: p.grad for p in self.params if p.grad is not None and p.grad is not self.held[p]}

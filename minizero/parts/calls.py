@@ -1,8 +1,10 @@
 """Every collective of this rank, noticed before it starts: minizero's own, and plain `torch.distributed` calls.
 
     watch()                 wraps torch.distributed's collectives, once in a process
-    listeners               objects that are told: issued(call), then done(call), with waiting(call) between if it is
-                            asynchronous; or failed(call) if torch refuses it. They have the methods that they need
+    listeners               objects that are told: issued(call), waiting(call) if it is asynchronous, arrived(call) when the
+                            rank has waited for its data, done(call) when these are put to use; or failed(call) if torch
+                            refuses it. They have the methods that they need. With an attribute `exact`, an asynchronous
+                            call notes the moment at which its data came
     logical("all_gather")   several calls on the wire that are one collective to the reader, as parts/comm.py issues it
 
 Who listens: the journal that `Ranks` reads when a rank hangs, and the instruments in lens/.
@@ -20,7 +22,7 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -67,11 +69,22 @@ class Call:
     itemsize: int = 0  # bytes an element
     where: tuple[str, int] = ("", 0)  # the file and line of the caller outside torch and minizero
     start: float = field(default_factory=time.perf_counter)
+    waited: float | None = None  # when this rank had waited for its data
+    arrived: float | None = None  # when they had come: to the point with an `exact` listener, else the same
+    event: torch.cuda.Event | None = None  # the same on a GPU, with an `exact` listener
     end: float | None = None  # when this rank knew that it was complete
     sent: int | None = None  # elements that this rank sends, where that is no matter of numel and op
 
+    def arrive(self) -> None:
+        """This rank has waited for its data."""
+        if self.waited is None:
+            self.waited = time.perf_counter()
+            self.arrived = self.arrived or self.waited
+            self.tell("arrived")
+
     def tell(self, event: str) -> None:
         if event == "done":
+            self.arrive()
             self.end = time.perf_counter()
         for listener in tuple(listeners):
             if (hear := getattr(listener, event, None)) is not None:
@@ -126,12 +139,61 @@ for _name in dir(dist.Work):
         setattr(_HandedOn, _name, _handed_on(_name))
 
 
+def timed(works: Sequence[Any], call: Call, group: Any) -> Sequence[Any]:
+    """The works of an asynchronous call, made to note in `call.arrived` when the last of them is complete, if some listener
+    wants to know it to the point."""
+    if not works or not any(getattr(listener, "exact", False) for listener in listeners):
+        return works
+    if dist.get_backend(group) == "nccl":  # its future is there at once, with an event behind it on the GPU
+        call.event = torch.cuda.Event(enable_timing=True)
+        works[-1].get_future().then(lambda _: call.event.record())
+        return works
+    try:
+        futures = [work.get_future() for work in works]
+    except RuntimeError:  # gloo's single messages have none
+        return [_WaitedForByAThread(works, call)]
+
+    def note(_: Any) -> None:
+        call.arrived = time.perf_counter()
+
+    for future in futures:
+        future.add_done_callback(note)
+    return works
+
+
+class _WaitedForByAThread:
+    """Works of which only one who waits for them learns when they are complete."""
+
+    def __init__(self, works: Sequence[Any], call: Call):
+        self._works, self._call = works, call
+        self._error: BaseException | None = None
+        self._complete = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+            self._call.arrived = time.perf_counter()
+        except BaseException as error:
+            self._error = error
+        self._works = ()
+        self._complete.set()
+
+    def wait(self) -> None:
+        self._complete.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class WatchedWork(_HandedOn):
     """A Work that tells when it is waited for and when it is done."""
 
-    def __init__(self, work: dist.Work, call: Call):
+    def __init__(self, work: dist.Work, call: Call, group: Any):
         super().__init__(work)
         self._call = call
+        if call.op not in ("send", "recv"):  # whose wait() may have a time limit
+            timed([work], call, group)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if self._call.end is not None:
@@ -342,6 +404,6 @@ def _watched(original: Callable, op: str, fields: Callable[[dict], dict], asynch
         if sync:
             call.tell("done")
             return result
-        return WatchedWork(result, call) if result is not None else None
+        return WatchedWork(result, call, given.get("group")) if result is not None else None
 
     return collective

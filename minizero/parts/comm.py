@@ -97,7 +97,13 @@ def rank_in(group: Group) -> int:
 
 
 def global_rank() -> int:
-    return dist.get_rank()
+    """This process's rank; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """All ranks; 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def size_of(group: Group) -> int:
@@ -129,6 +135,7 @@ class Pending:
         call.tell("waiting")
         for work in self._works:
             work.wait()
+        call.arrive()
         if self._finish is not None:
             self._finish()
         self._works, self._finish = (), None
@@ -147,7 +154,7 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
     with calls.logical("reduce_scatter", full_P, group, unit=unit, sync=False) as call:
         if on_nccl(group):
             work = _reduce_scatter(shard_S, full_P, op=dist.ReduceOp.AVG, group=group, async_op=True)
-            return Pending([work], call)
+            return Pending(calls.timed([work], call, group), call)
         rank, mine = rank_in(group), list(full_P.view(size, -1))
         if full_P.is_cuda:  # gloo sends those in collectives only
             received = kinds.tag(torch.empty_like(full_P), "comm")
@@ -163,7 +170,7 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
             _mean(shard_S, rows, received[: shard_S.numel()])
             flat.free(received)  # now: gloo's thread lets go of a tensor some moment after the wait, another one in every run
 
-        return Pending(works, call, finish)
+        return Pending(calls.timed(works, call, group), call, finish)
 
 
 def _mean(out_S: Tensor, rows: Sequence[Tensor], scratch_S: Tensor) -> None:
@@ -204,11 +211,12 @@ def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pend
         return Pending()
     with calls.logical("all_gather", full_P, group, unit=unit, sync=False) as call:
         if on_nccl(group) or full_P.is_cuda:
-            return Pending([_all_gather(full_P, shard_S, group=group, async_op=True)], call)
+            works = [_all_gather(full_P, shard_S, group=group, async_op=True)]
+            return Pending(calls.timed(works, call, group), call)
         rows_NS = full_P.view(size, -1)
         works = _exchange([row for r, row in enumerate(rows_NS) if r != rank], [shard_S] * (size - 1), group)
         _copy(rows_NS[rank], shard_S)
-        return Pending(works, call)
+        return Pending(calls.timed(works, call, group), call)
 
 
 def _copy(to: Tensor, source: Tensor) -> None:

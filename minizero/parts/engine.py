@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from minizero.parts import checks, comm, flat, optim
+from minizero.parts import checks, comm, flat, optim, spans
 from minizero.parts.bucket import Bucket, partition
 from minizero.parts.flat import FlatShard, UnitShard
 from minizero.parts.freed import FreedGradient
@@ -195,7 +195,12 @@ class Engine(nn.Module):
             if self.module.training:
                 comm.broadcast(list(self.module.buffers()), self.group, "buffers")
         args, kwargs = cast((args, kwargs), self.compute_dtype)
-        return self.module(*args, **kwargs)
+        with self._span("forward"):
+            return self.module(*args, **kwargs)
+
+    def _span(self, what: str) -> contextlib.AbstractContextManager:
+        """Of units each tells its own."""
+        return contextlib.nullcontext() if self.units else spans.span(what, "model")
 
     def _begin_batch(self) -> None:
         if self._watch is not None:
@@ -243,7 +248,8 @@ class Engine(nn.Module):
             self._gradients = Gradients.ARRIVING
         self._scaled_backward = True
         try:
-            (loss if self.loss_scaler is None else loss.float() * self.loss_scale).backward()
+            with self._span("backward"):
+                (loss if self.loss_scaler is None else loss.float() * self.loss_scale).backward()
         except BaseException:
             if self._watch is not None:
                 self._watch.go_on()
@@ -386,7 +392,8 @@ class Engine(nn.Module):
                 shard.adopt()
             self._updating = True
             try:
-                self._update()
+                with spans.span("step", "model"):
+                    self._update()
             finally:
                 self._updating = False
         else:

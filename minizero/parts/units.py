@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minizero.parts import comm
+from minizero.parts import comm, spans
 from minizero.parts.bucket import Bucket
 from minizero.parts.flat import UnitShard
 
@@ -87,6 +87,7 @@ class Unit:
             if shard.resident:
                 _gathered.pop(shard.full_P.untyped_storage()._cdata, None)
                 shard.free()
+                spans.moment("free", self.name)
 
 
 _gathered: weakref.WeakValueDictionary[int, UnitShard] = weakref.WeakValueDictionary()  # by storage
@@ -215,13 +216,14 @@ class Listener(Protocol):
 class Call:
     """One run of a unit's module, inside the `outer` one. Operations recorded in it have sequence numbers from `start` on."""
 
-    __slots__ = ("__weakref__", "depth", "hooks", "outer", "start", "task", "unit")
+    __slots__ = ("__weakref__", "depth", "hooks", "outer", "span", "start", "task", "unit")
 
     def __init__(self, unit: Unit, start: int, outer: Call | None = None):
         self.unit, self.start, self.outer = unit, start, outer
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.task = -1  # the backward in which autograd has come to it
         self.hooks: saved_tensors_hooks | None = None
+        self.span: spans.Span | None = None  # of its forward, then of its backward
 
 
 def _begun(call: Call) -> tuple[int, int]:
@@ -264,12 +266,14 @@ class Watch:
                 call.hooks = self.saving()
                 call.hooks.__enter__()
             self._listener()._enter_forward(unit)
+            call.span = spans.begin("forward", unit.name)
 
     def _after(self, unit: Unit, args: tuple, kwargs: dict, output: Any) -> None:
         """Also if the forward raised, or the hook before it: then there is no output."""
         if not self._running or self._running[-1].unit is not unit:
             return
         call = self._running.pop()
+        spans.end(call.span)
         if call.hooks is not None:
             call.hooks.__exit__()
         if torch.is_grad_enabled():
@@ -307,6 +311,7 @@ class Watch:
         call.task = task
         self._entered.append(call)
         self._listener()._enter_backward(call.unit)
+        call.span = spans.begin("backward", call.unit.name)
 
     def recompute(self, unit: Unit) -> bool:
         """A freed weight is used. Checkpointing runs a part of a forward again when backward needs it, and if the part isn't a
@@ -326,6 +331,8 @@ class Watch:
     def _leave(self, calls: Sequence[Call]) -> None:
         """These calls are over. The one that began last is the first."""
         self._entered = [call for call in self._entered if call not in calls]
+        for call in calls:
+            spans.end(call.span)
         units = dict.fromkeys(call.unit for call in sorted(calls, key=_begun, reverse=True))
         for unit in units:
             if any(call.unit is unit for call in self._entered):
