@@ -8,6 +8,7 @@ from minizero.lens.timeline import record_timeline
 from minizero.lens.traffic import record_traffic
 from minizero.parts.precision import LossScaler
 from minizero.ranks import RankError, Ranks, RanksTimeout, device, init, launch
+from minizero.prefetch import Zero3Prefetch
 from minizero.zero1 import ShardedOptimizer, Zero1
 from minizero.zero2 import Zero2
 from minizero.zero3 import Zero3
@@ -22,6 +23,7 @@ __all__ = [
     "Zero1",
     "Zero2",
     "Zero3",
+    "Zero3Prefetch",
     "device",
     "init",
     "launch",

@@ -86,6 +86,9 @@ class Zero3(Engine):
         if not self._watch.needs(unit):
             unit.free()
 
+    def _at_rest(self) -> None:
+        """Backward is over, for all units."""
+
     # --- the all-gather of a unit's weights -----------------------------------------------------------
 
     def _gather(self, unit: Unit) -> list[comm.Pending]:

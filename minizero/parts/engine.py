@@ -189,7 +189,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output. In training, buffers (BatchNorm's statistics, say) are rank 0's first."""
-        if torch.is_grad_enabled() and not _inside_backward():
+        if torch.is_grad_enabled() and not inside_backward():
             self._check_unchanged()
             self._begin_batch()
             if self.module.training:
@@ -211,7 +211,7 @@ class Engine(nn.Module):
 
     def _end_broken_backward(self) -> None:
         """loss.backward(), called directly, has raised: end what the other ranks may wait for."""
-        if self._gradients is Gradients.ARRIVING and not _inside_backward():
+        if self._gradients is Gradients.ARRIVING and not inside_backward():
             self._reduce_the_rest()
 
     def _check_unchanged(self) -> None:
@@ -289,7 +289,7 @@ class Engine(nn.Module):
         if self._gradients is Gradients.ARRIVING:
             return True
         try:
-            return _inside_backward() and any(map(torch._C._will_engine_execute_node, self._accumulators))
+            return inside_backward() and any(map(torch._C._will_engine_execute_node, self._accumulators))
         except RuntimeError:  # inside torch.autograd.grad() torch does not tell of leaves
             return False
 
@@ -610,6 +610,6 @@ def _scaler(precision: str | None, loss_scaler: LossScaler | None) -> LossScaler
     return (loss_scaler or LossScaler()) if precision == "fp16" else None  # the range of bf16 needs none
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
     """Whether autograd is running: then a forward is checkpointing's second one, and no new batch begins."""
     return torch._C._current_graph_task_id() != -1

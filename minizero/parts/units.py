@@ -177,28 +177,36 @@ def _lowest(units: Sequence[Unit], paths: dict[nn.Module, list[str]], places: Se
 
 
 class Order(list[Unit]):
-    """Units as they were gathered. All ranks must gather them in one order: a rank that runs another unit gets its weights."""
+    """Units as they were gathered since the last step. All ranks must gather them in one order: a rank that runs another unit gets
+    its weights.
+
+    of_phase    the same of the last forward and of the last backward, where somebody wants to know
+    """
 
     def __init__(self, group: comm.Group):
         super().__init__()
         self._group = group
+        self.of_phase: dict[Any, list[Unit]] = {}
+
+    def clear(self) -> None:
+        super().clear()
+        self.of_phase = {}
 
     def fingerprint(self) -> float:
         """A number that is another one for another order."""
-        return float(zlib.crc32("\n".join(unit.name for unit in self).encode()))
+        return float(zlib.crc32(repr((list(self), self.of_phase)).encode()))
 
     def compare(self, fingerprints: Sequence[float]) -> None:
         """RuntimeError, on every rank, unless all ranks have the same fingerprint: it says where their orders part."""
         if len(set(fingerprints)) == 1:
             return
         orders = comm.gather_objects([unit.name for unit in self], self._group)
-        rank = next(r for r, order in enumerate(orders) if order != orders[0])
-        place, first, other = next(
-            (i, a, b) for i, (a, b) in enumerate(zip_longest(orders[0], orders[rank], fillvalue="nothing more")) if a != b
-        )
+        rank = next((r for r, order in enumerate(orders) if order != orders[0]), 0)
+        places = enumerate(zip_longest(orders[0], orders[rank], fillvalue="nothing more"))
+        place, first, other = next(((i, a, b) for i, (a, b) in places if a != b), (0, "", ""))
+        where = f"at place {place} rank 0 gathered {first}, rank {rank} {other}" if rank else "in other forwards and backwards"
         raise RuntimeError(
-            f"the ranks have run their units in different orders since the last step: at place {place} rank 0 gathered {first}, "
-            f"rank {rank} {other}. They have computed with each other's weights, and nothing was updated. Clear the gradients, and let "
+            f"the ranks have run their units in different orders since the last step: {where}. They have computed with each other's weights, and nothing was updated. Clear the gradients, and let "
             "every rank run the same units, each with a result of its own that the loss depends on; or take Zero2"
         )
 
@@ -211,6 +219,7 @@ class Listener(Protocol):
     def _leave_forward(self, unit: Unit) -> None: ...
     def _enter_backward(self, unit: Unit) -> None: ...
     def _leave_backward(self, unit: Unit) -> None: ...
+    def _at_rest(self) -> None: ...
 
 
 class Call:
@@ -321,7 +330,7 @@ class Watch:
         here = _position()
         calls = [call for call in unit.coming if call.start <= here]
         self._enter(max(calls, key=_begun) if calls else Call(unit, here))
-        return unit.resident
+        return all(shard.arrived for shard in unit.shards)
 
     def go_on(self) -> None:
         """The backward has raised. Go through what is left without autograd, for the other ranks wait for this one's part."""
@@ -344,7 +353,10 @@ class Watch:
 
     def end(self, task: int | None = None) -> None:
         """A backward has ended; without `task`, whatever there is."""
-        self._leave([call for call in self._entered if task in (None, call.task)])
+        if self._entered:
+            self._leave([call for call in self._entered if task in (None, call.task)])
+            if not self._entered:
+                self._listener()._at_rest()
 
     def reset(self) -> None:
         """Forget what an interrupt may have left behind: outside of forward and backward nothing is in use."""
@@ -401,7 +413,7 @@ class _Note:
                 f"parameter {self.shard.labels[self.index]} has changed since the forward that this backward belongs to, by a step "
                 "or in place: its gradient would be wrong. Run the forward again"
             )
-        if not self.shard.resident:
+        if not self.shard.arrived:
             if _task() == -1:
                 raise RuntimeError(f"parameter {self.shard.labels[self.index]} is freed: it's gathered in backward only")
             watch._enter(self.call or Call(next(unit for unit in watch._units if self.shard in unit.shards), -1))
