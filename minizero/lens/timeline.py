@@ -160,7 +160,8 @@ class _Recorder:
     def events(self) -> Iterator[Event]:
         """What was heard of."""
         for span in self._spans:
-            yield Event(span.what, span.unit, self._when(span, "start"), self._when(span, "end"), span.nbytes)
+            end = self._when(span, "end") if span.what != "copy" else self._clock.seconds(span.event) or max(span.done, span.due)
+            yield Event(span.what, span.unit, self._when(span, "start"), end, span.nbytes)
         for call in self._calls:
             if call.op not in _NO_DATA:
                 end = call.arrived if call.event is None else self._clock.seconds(call.event)

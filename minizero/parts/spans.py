@@ -25,7 +25,9 @@ class Span:
     nbytes: int = 0  # copied
     start: float = field(default_factory=time.perf_counter)
     end: float | None = None
-    due: float = 0.0  # the earliest end, on a simulated link
+    done: float = 0.0  # when a copy was complete, whoever waits for it then or later
+    due: float = 0.0  # the same, on a simulated link
+    event: Any = None  # the same, on a GPU
 
 
 def begin(what: str, unit: str, nbytes: int = 0) -> Span | None:
