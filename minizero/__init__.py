@@ -6,6 +6,7 @@ from minizero.lens.link import link
 from minizero.lens.memory import record_memory
 from minizero.lens.timeline import record_timeline
 from minizero.lens.traffic import record_traffic
+from minizero.offload import Zero3Offload
 from minizero.parts.precision import LossScaler
 from minizero.ranks import RankError, Ranks, RanksTimeout, device, init, launch
 from minizero.prefetch import Zero3Prefetch
@@ -23,6 +24,7 @@ __all__ = [
     "Zero1",
     "Zero2",
     "Zero3",
+    "Zero3Offload",
     "Zero3Prefetch",
     "device",
     "init",

@@ -24,6 +24,7 @@ from torch import nn
 from minizero.parts import comm
 from minizero.parts.bucket import TransientBucket
 from minizero.parts.engine import Engine, Gradients
+from minizero.parts.flat import UnitShard
 from minizero.parts.precision import LossScaler
 from minizero.parts.units import Order, Unit, Watch, not_equal, units_of
 
@@ -54,7 +55,7 @@ class Zero3(Engine):
         for unit, params in self._params_by_unit(bucket_mb):
             weights = self._unit_shard(unit, params)
             if params[0].requires_grad:
-                unit.buckets.append(TransientBucket(unit.name, params, weights, self.rank, self.world_size, self._names))
+                unit.buckets.append(self._bucket(unit.name, params, weights))
                 self.buckets.append(unit.buckets[-1])
         self._ready: Unit | None = None  # its backward is over, and its gradients have not left yet
         self._reduced: set[Unit] = set()  # in this backward
@@ -62,6 +63,9 @@ class Zero3(Engine):
         self._order = Order(self.group)
         self._take_over()
         self._watch = Watch(self.units, self)
+
+    def _bucket(self, name: str, params: list[nn.Parameter], weights: UnitShard) -> TransientBucket:
+        return TransientBucket(name, params, weights, self.rank, self.world_size, self._names)
 
     # --- a unit's forward and backward ----------------------------------------------------------------
 
@@ -96,7 +100,7 @@ class Zero3(Engine):
         if unit.resident:
             return []
         self._order.append(unit)
-        return [comm.all_gather(shard.allocate(), shard.slice_S, self.group, unit.name) for shard in unit.shards]
+        return [comm.all_gather(shard.allocate(), shard.give(), self.group, unit.name) for shard in unit.shards]
 
     def _arrive(self, unit: Unit, gathers: list[comm.Pending]) -> None:
         """Wait for them."""
@@ -160,13 +164,17 @@ class Zero3(Engine):
         self.optimizer.step()
         for shard in self.weights:
             shard.publish()
+        self._show_readers()
+
+    def _show_readers(self) -> None:
+        """Who is inside gathered() reads the new weights."""
         for unit in self.units:
-            if unit.pinned:  # somebody is reading
+            if unit.pinned:
                 self._gather_again(unit)
 
     def _gather_again(self, unit: Unit) -> None:
         for shard in unit.shards:
-            comm.all_gather(shard.full_P, shard.slice_S, self.group, unit.name).wait()
+            comm.all_gather(shard.full_P, shard.give(), self.group, unit.name).wait()
         unit.show()
 
     @contextlib.contextmanager

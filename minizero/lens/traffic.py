@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from minizero.lens import theory
-from minizero.parts import calls, comm
+from minizero.parts import calls, comm, spans
 
 
 @dataclass
@@ -63,6 +63,9 @@ class Traffic:
         """torch has refused it: nothing was sent."""
         self.ops = [op for op in self.ops if op is not self._of_call.get(id(call))]
 
+    def begun(self, span: spans.Span) -> None:
+        self.bytes_copied += span.nbytes if span.what == "copy" else 0
+
     def done(self, call: calls.Call) -> None:
         op = self._of_call.pop(id(call), None)
         if op is not None:
@@ -75,7 +78,9 @@ def record_traffic() -> Iterator[Traffic]:
     calls.watch()
     traffic = Traffic()
     calls.listeners.append(traffic)
+    spans.listeners.append(traffic)
     try:
         yield traffic
     finally:
         calls.listeners.remove(traffic)
+        spans.listeners.remove(traffic)

@@ -267,12 +267,11 @@ class ShardBucket(Bucket):
                 grad.copy_(seen)
         self._handed = {}
         if self.sum_S is None:
-            exact = torch.promote_types(self.grad_P.dtype, torch.float32)
-            self.sum_S = kinds.tag(torch.zeros(self.layout.S, dtype=exact, device=self.grad_P.device), "grads")
+            self.sum_S = self._zeros(torch.promote_types(self.grad_P.dtype, torch.float32))
         self.sum_S *= self._divisor
         self._divisor = 1.0
         if self._in_buffer:
-            self.sum_S += self.grad_S
+            self.sum_S += self._mean()
         for param in self.params:
             if param.grad is None:
                 self._forget(param)
@@ -280,6 +279,14 @@ class ShardBucket(Bucket):
                 self._zero(param)
         self._spend()
         self._landed = {param: view._version for param, view in self.views.items()}  # what was written is in the sum
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        """Memory for the sum."""
+        return kinds.tag(torch.zeros(self.layout.S, dtype=dtype, device=self.grad_P.device), "grads")
+
+    def _mean(self) -> Tensor:
+        """The mean that has arrived last, where the sum is."""
+        return self.grad_S
 
     def _spend(self) -> None:
         """The mean is in the sum, and no longer here."""
@@ -381,10 +388,14 @@ class TransientBucket(ShardBucket):
                 param.grad = gradient
         self._in_buffer = True
         self.state = State.MEAN
-        if self.sum_S is not None:
-            self._set_aside()
+        self._landed_on_device()
         for param, param.grad in late.items():
             self.take(param)
+
+    def _landed_on_device(self) -> None:
+        """From the second backward on the mean is added to the sum at once: a shard less."""
+        if self.sum_S is not None:
+            self._set_aside()
 
     def gradients(self) -> list[bool]:
         self._settle()

@@ -111,11 +111,14 @@ class Engine(nn.Module):
         """Free the parameters, and keep `rank`'s shard of them."""
         exact = [self._exact.get(param, param.data) for param in params]
         master = params[0].requires_grad and params[0] in self._exact
-        shard = UnitShard(unit.name, params, self.rank, self.world_size, exact, master, [repr(self._names[p]) for p in params])
+        shard = self._shard(unit.name, params, self.rank, self.world_size, exact, master, [repr(self._names[p]) for p in params])
         unit.shards.append(shard)
         if params[0].requires_grad:
             self.weights.append(shard)
         return shard
+
+    def _shard(self, *args: Any) -> UnitShard:
+        return UnitShard(*args)
 
     def _take_over(self) -> None:
         """Point the optimizer at what it shall update, and the parameters' hooks at this engine."""
@@ -512,7 +515,7 @@ class Engine(nn.Module):
             if shard.layout.world_size == 1:
                 exact_P.copy_(shard.shard_S)
             else:
-                comm.all_gather(exact_P, shard.shard_S, self.group, "state").wait()
+                comm.all_gather(exact_P, shard.shard_S.to(exact_P.device), self.group, "state").wait()
             exact |= zip(shard.params, flat.views(exact_P, shard.layout), strict=True)
         for param, dtype in self._frozen.items():
             whole = exact.get(param)

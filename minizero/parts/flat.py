@@ -117,7 +117,7 @@ class FlatShard:
         self._cuts = {self.params[cut.tensor]: cut for cut in cuts(self.layout, rank)}
         self.slice_S = self.shard_S = self._slice()
         if master:
-            self.shard_S = kinds.tag(torch.zeros_like(self.slice_S, dtype=torch.float32), "optimizer")
+            self.shard_S = self._master()
         self.fill([param.data for param in params] if weights is None else weights)
         self._settle()
         trainable = params[0].requires_grad
@@ -128,9 +128,18 @@ class FlatShard:
         self.full_P = self.empty(self.params[0].dtype).zero_()
         return shard(self.full_P, self.rank, self.layout.world_size)
 
+    def _master(self) -> Tensor:
+        """Memory for the same in fp32."""
+        return kinds.tag(torch.zeros_like(self.slice_S, dtype=torch.float32), "optimizer")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters compute."""
+        return self.params[0].device
+
     def empty(self, dtype: torch.dtype) -> Tensor:
         """P elements for the full weights."""
-        return kinds.tag(torch.empty(self.layout.P, dtype=dtype, device=self.params[0].device), "params")
+        return kinds.tag(torch.empty(self.layout.P, dtype=dtype, device=self.device), "params")
 
     def _settle(self) -> None:
         """Each parameter becomes its view of the buffer."""
@@ -252,6 +261,15 @@ class UnitShard(FlatShard):
         self.arrived = False
         return self.full_P
 
+    @property
+    def mine_S(self) -> Tensor:
+        """This rank's slice of the gathered weights."""
+        return shard(self.full_P, self.rank, self.layout.world_size)
+
+    def give(self) -> Tensor:
+        """What this rank gives to the others, once there is memory for the full weights."""
+        return self.slice_S
+
     def show(self) -> None:
         """Each parameter becomes its view of the buffer."""
         for param, view in zip(self.params, views(self.full_P, self.layout), strict=True):
@@ -289,10 +307,19 @@ class UnitShard(FlatShard):
         if self.arrived and not freed.pretends(self.slice_S):
             with torch.no_grad():
                 self._adopt_replaced()
-                mine_S = shard(self.full_P, self.rank, self.layout.world_size)
-                if not torch.equal(mine_S.view(torch.int64), self.slice_S.view(torch.int64)):  # twice as fast as their own dtype
-                    self.slice_S.copy_(mine_S)
-                    self._adopt_slice()
+                mine_S, known_S = self.mine_S, self._as_gathered()
+                if not torch.equal(mine_S.view(torch.int64), known_S.view(torch.int64)):  # twice as fast as their own dtype
+                    self._write(mine_S, mine_S != known_S)
+
+    def _as_gathered(self) -> Tensor:
+        """What this rank has given to the gathered weights."""
+        return self.slice_S
+
+    def _write(self, mine_S: Tensor, written_S: Tensor) -> None:
+        self.slice_S.copy_(mine_S)
+        if self.has_master:
+            written_S = written_S.to(self.shard_S.device)
+            self.shard_S[written_S] = mine_S.to(self.shard_S.device)[written_S].float()
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -15,13 +15,16 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from minizero.parts import flat, kinds, spans
+from minizero.parts import kinds, spans
 from minizero.parts.bucket import TransientBucket
 from minizero.parts.flat import UnitShard
+from minizero.parts.optim import one_for_each_element
 
 
 class Memory:
@@ -30,9 +33,13 @@ class Memory:
     def __init__(self, device: torch.device):
         self._pinned = device.type == "cuda"
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for so many elements."""
+    def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for so many elements that are on their way."""
         return kinds.tag(torch.empty(numel, dtype=dtype, pin_memory=self._pinned), "host")
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for so many elements that stay."""
+        return self.staging(numel, dtype)
 
     def drop(self) -> None:
         """Nothing of it is needed for a while."""
@@ -129,15 +136,137 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostShard(UnitShard):
-    """A unit's shard of which only the slice that computes is on the device, or not even that.
+    """A unit's shard that is updated on the host. On the device is the slice that computes; or, with the parameters offloaded,
+    nothing, and each gathering fetches it.
 
-    shard_S    on the host, in fp32: what the optimizer updates there
-    slice_S    on the device; with `params` on the host, from where each gathering fetches it
+    shard_S    fp32, on the host
     """
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int, weights: Sequence[Tensor], master: bool,
                  labels: Sequence[str], memory: Memory, offload_params: bool):  # fmt: skip
         self.memory, self.offload_params = memory, offload_params
-        self._copy: Copy | None = None  # of the slice
-        self._rounded_S: Tensor | None = None
-        super().__init__(name, params, rank, world_size, weights, master or not offload_params, labels)
+        self.join: Callable[[], None] = _nothing  # called before the shard is written to
+        self._upload: Copy | None = None  # of the updated slice
+        self._kept_S: Tensor | None = None
+        self._state: dict[str, Tensor] = {}  # of the optimizer, by its name: memory for S elements
+        master = params[0].requires_grad and (master or not offload_params)
+        super().__init__(name, params, rank, world_size, weights, master, labels)
+
+    def _slice(self) -> Tensor:
+        if not self.offload_params:
+            return super()._slice()
+        return self.memory.empty(self.layout.S, self.params[0].dtype).zero_()
+
+    def _master(self) -> Tensor:
+        return self.memory.empty(self.layout.S, torch.float32).zero_()
+
+    # --- to the device ----------------------------------------------------------------------------
+
+    def give(self) -> Tensor:
+        self.settle()
+        if not self.offload_params:
+            return self.slice_S
+        copy(self.mine_S, self.slice_S, self.name).wait()
+        self._kept_S = self.mine_S.clone() if self.full_P.is_cuda else None
+        return self.mine_S
+
+    def free(self) -> None:
+        super().free()
+        self._kept_S = None
+
+    def publish(self) -> None:
+        """The updated slice leaves for the device, rounded."""
+        if self.offload_params:
+            super().publish()
+            return
+        rounded_S = self.shard_S.detach()
+        if self.slice_S.dtype is not torch.float32:
+            rounded_S = self.memory.staging(self.layout.S, self.slice_S.dtype).copy_(rounded_S)
+        self._upload = copy(self.slice_S, rounded_S, self.name)
+        increment_version(self.params)
+
+    def settle(self) -> None:
+        """The updated slice is on the device."""
+        if self._upload is not None:
+            self._upload.wait()
+            self._upload = None
+
+    # --- written to -------------------------------------------------------------------------------
+
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        self.settle()
+        super().fill(weights)
+
+    def adopt(self) -> None:
+        self.settle()
+        super().adopt()
+
+    def _as_gathered(self) -> Tensor:
+        return self.slice_S if self._kept_S is None else self._kept_S
+
+    def _write(self, mine_S: Tensor, written_S: Tensor) -> None:
+        self.join()
+        super()._write(mine_S, written_S)
+
+    # --- the optimizer's state ----------------------------------------------------------------------
+
+    def keep_state(self, state_of: Mapping[Tensor, dict[str, Any]]) -> None:
+        """What the optimizer remembers of the pieces is in the memory that is meant for it."""
+        for param, piece in self.pieces.items():
+            state = state_of.get(piece, {})
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if isinstance(self.memory, Disk) and one_for_each_element(key, value, piece):
+                    value = state[key] = self._on_disk(key, param, value)
+                kinds.tag(value, "host")
+        self.memory.drop()
+
+    def _on_disk(self, key: str, param: nn.Parameter, value: Tensor) -> Tensor:
+        if key not in self._state or self._state[key].dtype is not value.dtype:
+            self._state[key] = self.memory.empty(self.layout.S, value.dtype)
+        place = self.cut(self._state[key])[param]
+        return value if value.data_ptr() == place.data_ptr() else place.copy_(value)
+
+
+def _nothing() -> None:
+    pass
+
+
+class HostBucket(TransientBucket):
+    """Gradients whose shard leaves for the host as soon as it is the mean. There it waits for the step, and there it is added up."""
+
+    def __init__(self, *args: Any, memory: Memory):
+        self._memory = memory
+        self._host_S: Tensor | None = None
+        self._download: Copy | None = None
+        super().__init__(*args)
+
+    def _landed_on_device(self) -> None:
+        self._host_S = self._memory.staging(self.layout.S, self.grad_S.dtype)
+        self._download = copy(self._host_S, self.grad_S, self.name)
+
+    def _mean(self) -> Tensor:
+        if self._download is not None:
+            self._download.wait()
+            self._download = None
+        return self._host_S
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return self._memory.staging(self.layout.S, dtype).zero_()
+
+    def prepare(self, scale: float) -> None:
+        if self._in_buffer:
+            self._set_aside()
+        super().prepare(scale)
+
+    def _zero(self, param: nn.Parameter) -> None:
+        super()._zero(param)
+        if self._host_S is not None and param in self.weights.pieces:
+            self.weights.cut(self._mean())[param].zero_()
+
+    def _spend(self) -> None:
+        super()._spend()
+        if self._host_S is not None:
+            self._mean()
+        self._host_S = None

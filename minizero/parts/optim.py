@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from minizero.parts import comm, flat
 from minizero.parts.flat import FlatShard
 
 # Each element of a weight is updated from that element's gradient and state alone, so a vector may be cut anywhere.
-_ELEMENTWISE = {getattr(torch.optim, name) for name in (
+ELEMENTWISE = {getattr(torch.optim, name) for name in (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )}  # fmt: skip
 
@@ -26,7 +27,7 @@ _SCALARS = ("step", "eta", "mu", "mu_product")
 
 def check_elementwise(optimizer_class: type[Optimizer], settings: dict[str, Any]) -> None:
     """ValueError unless an optimizer of this class does the same to a tensor that is cut in two as to the whole."""
-    if optimizer_class in _ELEMENTWISE:
+    if optimizer_class in ELEMENTWISE:
         return
     known = inspect.signature(optimizer_class).parameters
     settings = {name: value for name, value in settings.items() if name in known}
@@ -70,9 +71,27 @@ def repoint(optimizer: Optimizer, weights: Sequence[FlatShard]) -> list[list[nn.
 def cut_state(shard: FlatShard, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state, of which its piece on this rank needs a part."""
     return {
-        key: shard.own(param, value).clone() if _one_for_each_element(key, value, param) else copy.deepcopy(value)
+        key: shard.own(param, value).clone() if one_for_each_element(key, value, param) else copy.deepcopy(value)
         for key, value in state.items()
     }
+
+
+def part_of(optimizer: Optimizer, shard: FlatShard) -> Optimizer:
+    """An optimizer like this one for the shard's pieces alone: with the gradients and the settings that they have now, and the same
+    state. What is set and cleared elsewhere later does not reach it."""
+    part = copy.copy(optimizer)
+    part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    part.state, part.param_groups = defaultdict(dict), []
+    own = {id(piece) for piece in shard.pieces.values()}
+    for group in optimizer.param_groups:
+        stands = []
+        for piece in group["params"]:
+            if id(piece) in own and piece.grad is not None:
+                stands.append(piece.detach().requires_grad_())
+                stands[-1].grad = piece.grad
+                part.state[stands[-1]] = optimizer.state[piece]
+        part.param_groups.append({**group, "params": stands})
+    return part
 
 
 def gather_state(optimizer: Optimizer, weights: Sequence[FlatShard], group: comm.Group) -> dict[nn.Parameter, dict[str, Any]]:
@@ -88,18 +107,18 @@ def _gather(optimizer: Optimizer, shard: FlatShard, group: comm.Group) -> dict[n
     told: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(shard.params):
         for key, value in own.get(param, {}).items():
-            is_cut = _one_for_each_element(key, value, shard.pieces[param])
+            is_cut = one_for_each_element(key, value, shard.pieces[param])
             told.setdefault(index, {})[key] = _Cut(value.dtype) if is_cut else value
     merged: dict[int, dict[str, Any]] = {}
     for theirs in comm.gather_objects(told, group):
         for index, state in theirs.items():
             merged[index] = {**state, **merged.get(index, {})}
     for key, kind in dict.fromkeys((key, value) for s in merged.values() for key, value in s.items() if isinstance(value, _Cut)):
-        shard_S = torch.zeros(shard.layout.S, dtype=kind.dtype, device=shard.shard_S.device)
+        shard_S = torch.zeros(shard.layout.S, dtype=kind.dtype, device=shard.device)
         for param, view in shard.cut(shard_S).items():
             if key in own[param]:
                 view.copy_(own[param][key])
-        full_P = torch.empty(shard.layout.P, dtype=kind.dtype, device=shard.shard_S.device)
+        full_P = torch.empty(shard.layout.P, dtype=kind.dtype, device=shard.device)
         comm.all_gather(full_P, shard_S, group, "state").wait()
         for index, view in enumerate(flat.views(full_P, shard.layout)):
             if index in merged and merged[index].get(key) == kind:
@@ -114,5 +133,5 @@ class _Cut:
     dtype: torch.dtype
 
 
-def _one_for_each_element(key: str, value: Any, param: Tensor) -> bool:
+def one_for_each_element(key: str, value: Any, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape and key not in _SCALARS

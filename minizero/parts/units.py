@@ -120,7 +120,7 @@ def not_equal(units: Sequence[Unit], group: comm.Group) -> Unit | None:
     shards = [(unit, shard) for unit in units for shard in unit.shards]
     if not shards:
         return None
-    _, by_rank = comm.agree([], [shard.checksum() for _, shard in shards], group, shards[0][1].slice_S.device)
+    _, by_rank = comm.agree([], [shard.checksum() for _, shard in shards], group, shards[0][1].device)
     return next((unit for (unit, _), numbers in zip(shards, by_rank, strict=True) if len(set(numbers)) > 1), None)
 
 
