@@ -16,7 +16,10 @@ BIN := $(VENV)/bin
 LAB := $(VENV)/.lab
 DEV := $(VENV)/.dev
 
-.PHONY: lab test notebooks check bench clean
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+.PHONY: help lab test notebooks check bench clean
 
 lab: $(LAB)
 	@$(BIN)/minizero doctor

@@ -133,7 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     times = mz.launch(measure, options.ranks, options.rounds, options.steps, options.batch, timeout=1800, device=options.device)[0]
     table = Table(title=f"{options.ranks} ranks, GPT of 4.8 M parameters, fp32, AdamW")
-    for column in ("engine", "ms a step", "over torch DDP"):
+    for column in ("engine", "ms a step, median", "over torch DDP, median of rounds"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for name, rounds in times.items():
         ratio = statistics.median(ours / theirs for ours, theirs in zip(rounds, times["torch DDP"], strict=True))

@@ -63,6 +63,9 @@ def doctor() -> None:
 def lab(context: typer.Context) -> None:
     """Open the course in JupyterLab. What follows is handed to it: `minizero lab --port 9000 --no-browser`."""
     root = folders.need_course_root()
+    if running := _running_labs(root):
+        console.print(f"The course is open already, at {running[0]}", markup=False, soft_wrap=True)
+        return
     if not _examined(only_failures=True):
         raise CourseError("this machine cannot run the course yet: see the lines above, then `minizero doctor`")
     for lesson in folders.lessons(root):
@@ -212,6 +215,17 @@ def _examined(only_failures: bool = False) -> bool:
                 f"{mark} {escape(line.text)}" + (f"\n    → {escape(line.cure)}" if not line.ok else "")
             )
     return well
+
+
+def _running_labs(root: Path) -> list[str]:
+    """The addresses of this user's servers whose folder is the course: two would save over each other."""
+    from jupyter_server.serverapp import list_running_servers
+
+    return [
+        f"{server['url']}lab?token={server['token']}"
+        for server in list_running_servers()
+        if Path(server["root_dir"]).resolve() == root.resolve()
+    ]
 
 
 def _open_lab(root: Path, arguments: list[str]) -> NoReturn:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parents[1] / "README.md"
-launched, under_torchrun = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+launched, measured, under_torchrun = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.fixture
@@ -29,6 +29,19 @@ def test_its_two_examples_train_the_same_model(folder):
     assert len(losses) == 2 and max(losses) < 3.2
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert run(folder, *torchrun, "train_with_torchrun.py") == pytest.approx(losses[:1], abs=1e-3)
+
+
+def test_it_measures_inside_a_rank(folder):
+    setting = """
+def run(rank):
+    model = GPT.preset("nano")
+    engine = mz.Zero2(model, torch.optim.AdamW(model.parameters()))
+    x, y = next(iter(data.batches("train", 2, 64, 1)))
+"""
+    body = "".join(f"    {line}\n" for line in measured.splitlines())
+    (folder / "measure.py").write_text(f"{launched.partition('def train')[0]}{setting}{body}\nmz.launch(run, 2, timeout=60, device='cpu')\n")
+    result = subprocess.run([sys.executable, "measure.py"], cwd=folder, capture_output=True, text=True, timeout=100)
+    assert "'params': 14000000000, 'grads': 875000000, 'optimizer': 5250000000} 13125000000" in result.stdout, result.stderr
 
 
 def test_its_links_lead_somewhere():

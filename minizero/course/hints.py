@@ -21,7 +21,7 @@ def take_hint(name: str, level: int | None = None) -> str:
     if level is None:
         level = min(_taken(name) + 1, LEVELS)
     if not isinstance(level, int) or not 1 <= level <= LEVELS:
-        raise CourseError(f'hints have levels 1, 2 and 3, and "solution", not {level!r}')
+        raise CourseError(f'hints have levels 1, 2 and 3, not {level!r}. For the solution: {_how_to_ask(name, LEVELS)}')
     record_hint(name, level)
     after = "then the solution: " if level == LEVELS else "the next one: "
     return f"{name}, hint {level} of {LEVELS}\n\n{exercise.hints[level - 1].strip()}\n\n{after}{_how_to_ask(name, level)}"

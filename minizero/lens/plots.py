@@ -112,7 +112,7 @@ def memory_ladder(numel: float = 7.5e9, world_size: int = 64) -> Figure:
     """What one rank holds at each ZeRO stage, by arithmetic: figure 1 of Rajbhandari et al. 2020."""
     rows = {name: memory(stage, numel, world_size) for stage, name in STAGES.items()}
     count = f"{numel / 1e9:g} B" if numel >= 1e9 else f"{numel:,.0f}"
-    return memory_bars(rows, f"Model states on each of {world_size} ranks, {count} parameters, Adam in bf16")
+    return memory_bars(rows, f"Model states on each of {world_size} ranks, {count} parameters, mixed-precision Adam")
 
 
 @_in_style
