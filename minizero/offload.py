@@ -13,6 +13,7 @@ come up twice in each. Ren et al. 2021 (ZeRO-Offload), sections 4 and 5.2 (delay
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -55,8 +56,9 @@ class Zero3Offload(Zero3Prefetch):
         self._thread: ThreadPoolExecutor | None = None
         self._beside: Future | None = None
         self._unpublished = False  # an update of which the device does not know
+        join = weakref.WeakMethod(self._join)  # what autograd has saved keeps the shards, and would keep the engine
         for shard in self.weights:
-            shard.join = self._join
+            shard.join = lambda: (method := join()) and method()
             shard.keep_state(self.optimizer.state)
 
     # --- where a shard rests ----------------------------------------------------------------------------

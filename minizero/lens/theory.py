@@ -8,8 +8,16 @@
 
 Ψ = parameters (`numel`), N = ranks (`world_size`). Rajbhandari et al. 2020, sections 5 (memory) and 7 (communication).
 
-Results are exact: an int where the division comes out even, else the float nearest to the fraction.
+Bytes and elements are exact: an int where the division comes out even, else the float nearest to the fraction.
+
+Times come from the α–β model: a message of n bytes takes α + n/β seconds on a link of latency α and bandwidth β, see
+seconds(); and schedule() plays a whole step of ZeRO-3, what computes and what travels, by the engine's own rules.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
@@ -129,6 +137,111 @@ def seconds(op: str, nbytes: float, world_size: int, bandwidth: float, latency: 
     if op == "gather":
         return others * (latency + nbytes / bandwidth)
     return (others if op in ("broadcast", "reduce") else 1) * latency + nbytes / bandwidth
+
+
+@dataclass
+class Schedule:
+    """A step as it was played. Times are seconds since its beginning."""
+
+    events: list[tuple[str, str, float, float]] = field(default_factory=list)  # what, unit, start, end
+    seconds: float = 0.0  # of the whole step
+    exposed: float = 0.0  # in which the rank stood still and waited
+    communication: float = 0.0  # in which its link was busy
+
+    @property
+    def hidden(self) -> float:
+        """The share of the communication during which the rank computed."""
+        return 1 - self.exposed / self.communication if self.communication else 1.0
+
+
+def schedule(
+    forward: Sequence[tuple[str, float]], backward: Sequence[tuple[str, float]], nbytes: Mapping[str, float], world_size: int,
+    bandwidth: float, latency: float = 0.0, depth: int = 0, rest: float = 0.0, control: float = 0.0,
+) -> Schedule:  # fmt: skip
+    """One step of ZeRO-3 on ranks that are equally fast: the order of Zero3, and with `depth` that of Zero3Prefetch.
+
+    forward, backward: (unit, seconds of computing) in the order in which a rank computes. A unit that encloses others
+        appears again and again, and is held from the first time to the last
+    nbytes: of each unit's full weights, and of its full gradients
+    rest: seconds after backward, for the optimizer
+    control: bytes of the all-reduce with which ranks agree on the step
+
+    A link carries one collective after the other, in the order in which they were asked for.
+    """
+    play = _Play(nbytes, world_size, bandwidth, latency)
+    play.phase("forward", forward, depth)
+    play.phase("backward", backward, depth)
+    play.land()
+    play.wait(play.ask("reduce", "control", seconds("all_reduce", control, world_size, bandwidth, latency)), "control")
+    play.compute("step", "model", rest)
+    return play.result()
+
+
+class _Play:
+    """One rank: its clock, and the moment at which its link will be free."""
+
+    def __init__(self, nbytes: Mapping[str, float], world_size: int, bandwidth: float, latency: float):
+        self._nbytes, self._ring = nbytes, lambda size: seconds("all_gather", size, world_size, bandwidth, latency)
+        self._now = self._free = 0.0
+        self._out = Schedule()
+        self._reducing: tuple[str, float] | None = None  # a reduction under way, and its end
+
+    def result(self) -> Schedule:
+        self._out.seconds = self._now
+        return self._out
+
+    def compute(self, what: str, unit: str, duration: float) -> None:
+        self._out.events.append((what, unit, self._now, self._now + duration))
+        self._now += duration
+
+    def ask(self, what: str, unit: str, duration: float) -> float:
+        """Its end."""
+        begin = max(self._now, self._free)
+        self._free = begin + duration
+        self._out.events.append((what, unit, self._now, self._free))
+        self._out.communication += duration
+        return self._free
+
+    def wait(self, end: float, unit: str) -> None:
+        if end > self._now:
+            self._out.events.append(("wait", unit, self._now, end))
+            self._out.exposed += end - self._now
+            self._now = end
+
+    def land(self) -> None:
+        if self._reducing is not None:
+            unit, end = self._reducing
+            self._reducing = None
+            self.wait(end, unit)
+
+    def _reduce(self, unit: str) -> None:
+        self.land()
+        self._reducing = unit, self.ask("reduce", unit, self._ring(self._nbytes[unit]))
+
+    def phase(self, what: str, segments: Sequence[tuple[str, float]], depth: int) -> None:
+        order = list(dict.fromkeys(unit for unit, _ in segments))
+        last = {unit: i for i, (unit, _) in enumerate(segments)}
+        ends: dict[str, float] = {}  # of gathers
+        ready: str | None = None  # its gradients have not left
+        done: set[str] = set()
+        for i, (unit, duration) in enumerate(segments):
+            if unit not in done:
+                done.add(unit)
+                place = order.index(unit)
+                for wanted in order[place : place + 1 + depth]:
+                    if wanted not in ends:
+                        ends[wanted] = self.ask("gather", wanted, self._ring(self._nbytes[wanted]))
+                if ready is not None:
+                    self._reduce(ready)
+                    ready = None
+                self.wait(ends[unit], unit)
+            self.compute(what, unit, duration)
+            if what == "backward" and last[unit] == i:
+                if ready is not None:
+                    self._reduce(ready)
+                ready = unit
+        if ready is not None:
+            self._reduce(ready)
 
 
 def _check(stage: int, numel: int, world_size: int) -> int:

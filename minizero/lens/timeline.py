@@ -46,6 +46,7 @@ class Event:
     start: float
     end: float | None
     nbytes: int = 0  # of the full tensor that travels, or copied
+    rank: int = 0
 
     @property
     def seconds(self) -> float:
@@ -64,6 +65,24 @@ class Timeline:
     def of(self, *whats: str) -> list[Event]:
         """The events of these kinds."""
         return [event for event in self.events if event.what in whats]
+
+    def segments(self, what: str) -> list[tuple[str, float]]:
+        """(unit, seconds) in which this rank computed in its "forward" or "backward", in order: what theory.schedule() takes.
+        Waiting is left out; all else between a unit's beginning and its end belongs to the innermost unit."""
+        spans = self.of(what)
+        waits = self.of("wait")
+        marks = sorted({moment for span in spans for moment in (span.start, span.end)})
+        found: list[tuple[str, float]] = []
+        for start, end in zip(marks, marks[1:], strict=False):
+            inside = [span for span in spans if span.start <= start and end <= span.end]
+            if not inside:
+                continue
+            unit = max(inside, key=lambda span: span.start).unit
+            seconds = end - start - sum(max(0.0, min(end, wait.end) - max(start, wait.start)) for wait in waits)
+            if found and found[-1][0] == unit:
+                seconds += found.pop()[1]
+            found.append((unit, seconds))
+        return found
 
     def save_trace(self, path: str | os.PathLike) -> None:
         """Write this rank's events in Chrome's trace format."""
@@ -118,7 +137,7 @@ class _Recorder:
     exact = True
 
     def __init__(self) -> None:
-        self._clock = _Clock()
+        self._rank, self._clock = comm.global_rank(), _Clock()
         self._calls: list[calls.Call] = []
         self._spans: list[spans.Span] = []
         self._marks: dict[tuple[Any, str], Any] = {}
@@ -161,13 +180,14 @@ class _Recorder:
         """What was heard of."""
         for span in self._spans:
             end = self._when(span, "end") if span.what != "copy" else self._clock.seconds(span.event) or max(span.done, span.due)
-            yield Event(span.what, span.unit, self._when(span, "start"), end, span.nbytes)
+            yield Event(span.what, span.unit, self._when(span, "start"), end, span.nbytes, self._rank)
         for call in self._calls:
             if call.op not in _NO_DATA:
                 end = call.arrived if call.event is None else self._clock.seconds(call.event)
-                yield Event("reduce" if call.op in _ADDS_UP else "gather", call.unit, self._when(call, "start"), end, call.numel * call.itemsize)
+                what, nbytes = "reduce" if call.op in _ADDS_UP else "gather", call.numel * call.itemsize
+                yield Event(what, call.unit, self._when(call, "start"), end, nbytes, self._rank)
             if (start := self._when(call, "wait")) is not None:
-                yield Event("wait", call.unit, start, self._when(call, "waited"))
+                yield Event("wait", call.unit, start, self._when(call, "waited"), rank=self._rank)
 
 
 class _Clock:

@@ -319,7 +319,7 @@ class UnitShard(FlatShard):
         self.slice_S.copy_(mine_S)
         if self.has_master:
             written_S = written_S.to(self.shard_S.device)
-            self.shard_S[written_S] = mine_S.to(self.shard_S.device)[written_S].float()
+            self.shard_S[written_S] = mine_S.to(self.shard_S)[written_S]
 
 
 def _round_up(n: int, multiple: int) -> int:

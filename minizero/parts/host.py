@@ -139,7 +139,7 @@ class HostShard(UnitShard):
     """A unit's shard that is updated on the host. On the device is the slice that computes; or, with the parameters offloaded,
     nothing, and each gathering fetches it.
 
-    shard_S    fp32, on the host
+    shard_S    on the host: what the optimizer updates, in fp32 if it is a master
     """
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int, weights: Sequence[Tensor], master: bool,
@@ -149,8 +149,9 @@ class HostShard(UnitShard):
         self._upload: Copy | None = None  # of the updated slice
         self._kept_S: Tensor | None = None
         self._state: dict[str, Tensor] = {}  # of the optimizer, by its name: memory for S elements
-        master = params[0].requires_grad and (master or not offload_params)
-        super().__init__(name, params, rank, world_size, weights, master, labels)
+        self._exact = torch.float32 if master else params[0].dtype
+        apart = params[0].requires_grad and (master or not offload_params)
+        super().__init__(name, params, rank, world_size, weights, apart, labels)
 
     def _slice(self) -> Tensor:
         if not self.offload_params:
@@ -158,7 +159,7 @@ class HostShard(UnitShard):
         return self.memory.empty(self.layout.S, self.params[0].dtype).zero_()
 
     def _master(self) -> Tensor:
-        return self.memory.empty(self.layout.S, torch.float32).zero_()
+        return self.memory.empty(self.layout.S, self._exact).zero_()
 
     # --- to the device ----------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class HostShard(UnitShard):
             super().publish()
             return
         rounded_S = self.shard_S.detach()
-        if self.slice_S.dtype is not torch.float32:
+        if rounded_S.dtype is not self.slice_S.dtype:
             rounded_S = self.memory.staging(self.layout.S, self.slice_S.dtype).copy_(rounded_S)
         self._upload = copy(self.slice_S, rounded_S, self.name)
         increment_version(self.params)
