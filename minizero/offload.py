@@ -64,7 +64,7 @@ class Zero3Offload(Zero3Prefetch):
     # --- where a shard rests ----------------------------------------------------------------------------
 
     def _shard(self, *args: Any) -> UnitShard:
-        return host.HostShard(*args, memory=self._memory, offload_params="params" in self.what)
+        return host.HostShard(*args, memory=self._memory, offload_params="params" in self.what, updated_beside=self.delayed)
 
     def _bucket(self, name: str, params: list[nn.Parameter], weights: UnitShard) -> TransientBucket:
         return host.HostBucket(name, params, weights, self.rank, self.world_size, self._names, memory=self._memory)
@@ -91,6 +91,7 @@ class Zero3Offload(Zero3Prefetch):
             for shard in self.weights:
                 _update_all([(optim.part_of(self.optimizer, shard), shard)], self.optimizer)
                 shard.publish()
+            self._memory.drop()
         else:
             self.optimizer.step()
             for shard in self.weights:

@@ -45,6 +45,9 @@ def link(bandwidth: float, latency: float = 0.0) -> Iterator[None]:
         raise RuntimeError("a link is simulated already: end it first, since bytes cannot travel over both")
     slow = _Link(_number("bandwidth", bandwidth, bandwidth > 0), _number("latency", latency, latency >= 0))
     calls.watch()
+    for listener in calls.listeners:
+        if hasattr(listener, "simulated"):
+            listener.simulated = str(slow)
     calls.listeners.insert(0, slow)  # whoever notes when something is complete hears of it after its delay
     spans.listeners.insert(0, slow)
     try:

@@ -36,7 +36,11 @@ one more activation is alive for that moment. It is there, and it is counted.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import os
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -80,6 +84,18 @@ def record_memory() -> Iterator[Memory]:
         stack.callback(memory._close)
         stack.enter_context(_Operations(memory))
         yield memory
+
+
+def resident_set() -> int:
+    """Bytes of this process that are in memory, whatever they are for: what the operating system counts. What was freed, and the
+    allocator keeps for later, is given back first. Linux only: RuntimeError elsewhere."""
+    if not sys.platform.startswith("linux"):
+        raise RuntimeError(f"the resident set is read from /proc, which {sys.platform} does not have: run this on Linux")
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library has nothing to give back
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Memory:

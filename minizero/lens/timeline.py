@@ -121,11 +121,11 @@ def record_timeline() -> Iterator[Timeline]:
     recorder = _Recorder()
     calls.listeners.append(recorder)
     spans.listeners.append(recorder)
-    timeline = Timeline(comm.global_rank(), simulated=link.simulated())
+    timeline = Timeline(comm.global_rank())
     try:
         yield timeline
     finally:
-        timeline.simulated = timeline.simulated or link.simulated()
+        timeline.simulated = recorder.simulated
         calls.listeners.remove(recorder)
         spans.listeners.remove(recorder)
         timeline.events = sorted(recorder.events(), key=lambda event: event.start)
@@ -137,6 +137,7 @@ class _Recorder:
     exact = True
 
     def __init__(self) -> None:
+        self.simulated = link.simulated()
         self._rank, self._clock = comm.global_rank(), _Clock()
         self._calls: list[calls.Call] = []
         self._spans: list[spans.Span] = []

@@ -139,12 +139,13 @@ class HostShard(UnitShard):
     """A unit's shard that is updated on the host. On the device is the slice that computes; or, with the parameters offloaded,
     nothing, and each gathering fetches it.
 
-    shard_S    on the host: what the optimizer updates, in fp32 if it is a master
+    shard_S            on the host: what the optimizer updates, in fp32 if it is a master
+    updated_beside     by another thread, while this one computes
     """
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int, weights: Sequence[Tensor], master: bool,
-                 labels: Sequence[str], memory: Memory, offload_params: bool):  # fmt: skip
-        self.memory, self.offload_params = memory, offload_params
+                 labels: Sequence[str], memory: Memory, offload_params: bool, updated_beside: bool):  # fmt: skip
+        self.memory, self.offload_params, self.updated_beside = memory, offload_params, updated_beside
         self.join: Callable[[], None] = _nothing  # called before the shard is written to
         self._upload: Copy | None = None  # of the updated slice
         self._kept_S: Tensor | None = None
@@ -181,7 +182,7 @@ class HostShard(UnitShard):
             super().publish()
             return
         rounded_S = self.shard_S.detach()
-        if rounded_S.dtype is not self.slice_S.dtype:
+        if rounded_S.dtype is not self.slice_S.dtype or self.updated_beside:  # then it may change before it has left
             rounded_S = self.memory.staging(self.layout.S, self.slice_S.dtype).copy_(rounded_S)
         self._upload = copy(self.slice_S, rounded_S, self.name)
         increment_version(self.params)

@@ -340,9 +340,10 @@ class Watch:
     def _leave(self, calls: Sequence[Call]) -> None:
         """These calls are over. The one that began last is the first."""
         self._entered = [call for call in self._entered if call not in calls]
+        calls = sorted(calls, key=_begun, reverse=True)
         for call in calls:
             spans.end(call.span)
-        units = dict.fromkeys(call.unit for call in sorted(calls, key=_begun, reverse=True))
+        units = dict.fromkeys(call.unit for call in calls)
         for unit in units:
             if any(call.unit is unit for call in self._entered):
                 continue
