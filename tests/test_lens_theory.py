@@ -172,3 +172,67 @@ def test_an_uneven_collective_is_the_nearest_float():
 def test_wrong_arguments_are_named_with_what_is_allowed(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# --- time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "n", "expected"), [
+    ("all_gather", 4, 3 * (1e-3 + 1.0 / 4)), ("reduce_scatter", 2, 1e-3 + 1.0 / 2), ("all_to_all", 2, 1e-3 + 1.0 / 2),
+    ("scatter", 2, 1e-3 + 1.0 / 2), ("all_reduce", 4, 6 * (1e-3 + 1.0 / 4)), ("broadcast", 4, 3e-3 + 1.0), ("reduce", 4, 3e-3 + 1.0),
+    ("gather", 4, 3 * (1e-3 + 1.0)), ("send", 4, 1e-3 + 1.0), ("recv", 2, 1e-3 + 1.0), ("barrier", 4, 6e-3), ("all_reduce", 1, 0.0),
+])  # fmt: skip
+def test_a_collective_takes_its_messages_one_after_the_other(op, n, expected):
+    assert theory.seconds(op, 8e9, n, bandwidth=8e9, latency=1e-3) == pytest.approx(expected)
+
+
+def test_an_all_reduce_takes_as_long_as_its_two_halves():
+    halves = theory.seconds("reduce_scatter", 1e8, 8, 1e9, 1e-5) + theory.seconds("all_gather", 1e8, 8, 1e9, 1e-5)
+    assert theory.seconds("all_reduce", 1e8, 8, 1e9, 1e-5) == pytest.approx(halves)
+
+
+BLOCKS = [f"blocks.{i}" for i in range(12)]
+
+
+def twelve_blocks(bandwidth, depth):
+    """Blocks of 1 GB, which compute for 1 s forward and 2 s backward, on two ranks; a root that is nothing beside them."""
+    forward = [("root", 0.0), *((block, 1.0) for block in BLOCKS), ("root", 0.0)]
+    backward = [("root", 0.0), *((block, 2.0) for block in reversed(BLOCKS)), ("root", 0.0)]
+    return theory.schedule(forward, backward, {"root": 0.0, **dict.fromkeys(BLOCKS, 2e9)}, 2, bandwidth, depth=depth)
+
+
+def test_where_a_gather_takes_as_long_as_a_forward_zero3_exposes_all_gathers_and_prefetch_all_but_the_first_of_each_pass():
+    on_demand, ahead = (twelve_blocks(1e9, depth) for depth in (0, 1))
+    assert on_demand.communication == ahead.communication == 36
+    assert on_demand.exposed == 24 + 1  # each gather; the reductions hide behind backward, but for the last
+    assert ahead.exposed == 1 + 1 + 1
+    assert on_demand.seconds == 36 + 25 and ahead.seconds == 36 + 3
+    assert ahead.hidden == 1 - 3 / 36
+
+
+def test_nothing_can_be_hidden_where_there_is_nothing_to_hide_it_behind():
+    assert twelve_blocks(1e7, 4).hidden == pytest.approx(36 / 3600, abs=0.001)  # what computes is a hundredth
+    assert twelve_blocks(1e12, 0).seconds == pytest.approx(36, rel=0.01)
+
+
+def test_no_gather_is_asked_for_more_than_depth_units_ahead():
+    for depth in (1, 2, 3):
+        schedule = twelve_blocks(1e9, depth)
+        began = -1  # blocks whose forward has begun, but for the root's own
+        for what, unit, _, _ in schedule.events:
+            if what == "backward":
+                break
+            began += what == "forward" and unit != "root"
+            if what == "gather" and unit != "root":
+                assert BLOCKS.index(unit) - (began + 1) <= depth
+
+
+def test_its_order_is_that_of_the_engine():
+    forward = [("root", 0.1), ("a", 1.0), ("root", 0.1), ("b", 1.0), ("root", 0.1)]
+    backward = [("root", 0.1), ("b", 1.0), ("root", 0.1), ("a", 1.0), ("root", 0.1)]
+    schedule = theory.schedule(forward, backward, {"root": 1, "a": 1, "b": 1}, 2, 1e9, depth=1, rest=0.5, control=64)
+    order = [f"{what} {unit}" for what, unit, _, _ in schedule.events if what in ("gather", "reduce", "step")]
+    assert order == [
+        "gather root", "gather a", "gather b", "gather root", "gather b", "gather a", "reduce b", "reduce a", "reduce root",
+        "reduce control", "step model",
+    ]  # fmt: skip
