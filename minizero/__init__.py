@@ -8,8 +8,8 @@ from minizero.lens.timeline import record_timeline
 from minizero.lens.traffic import record_traffic
 from minizero.offload import Zero3Offload
 from minizero.parts.precision import LossScaler
-from minizero.ranks import RankError, Ranks, RanksTimeout, device, init, launch
 from minizero.prefetch import Zero3Prefetch
+from minizero.ranks import RankError, Ranks, RanksTimeout, device, init, launch
 from minizero.zero1 import ShardedOptimizer, Zero1
 from minizero.zero2 import Zero2
 from minizero.zero3 import Zero3

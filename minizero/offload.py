@@ -25,7 +25,6 @@ from minizero.parts import comm, host, optim
 from minizero.parts.bucket import TransientBucket
 from minizero.parts.flat import UnitShard
 from minizero.parts.precision import LossScaler
-from minizero.parts.units import Unit
 from minizero.prefetch import Zero3Prefetch
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import minizero as mz
 
-ENGINES = [*WHOLE_ENGINES, mz.Zero3]
+ENGINES = [*WHOLE_ENGINES, mz.Zero3, mz.Zero3Prefetch, mz.Zero3Offload]
 every_engine = pytest.mark.parametrize("engine_type", ENGINES)
 
 
@@ -47,7 +47,7 @@ def reference(world_size, steps):
 
 def wrapped(engine_type):
     model = chain()
-    return engine_type(model, torch.optim.SGD(model.parameters(), lr=0.1), **({} if engine_type is mz.Zero3 else {"bucket_mb": 1e-4}))
+    return engine_type(model, torch.optim.SGD(model.parameters(), lr=0.1), **({} if issubclass(engine_type, mz.Zero3) else {"bucket_mb": 1e-4}))
 
 
 def goes_on(rank, world_size, engine_type, clear):

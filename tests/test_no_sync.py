@@ -24,7 +24,7 @@ from test_order import adversary
 import minizero as mz
 
 BUCKET_MB = 2e-4
-OTHERS = {mz.Zero2: "ZeRO-2", mz.Zero3: "ZeRO-3"}  # each step of the course that shards gradients joins here
+OTHERS = {mz.Zero2: "ZeRO-2", mz.Zero3: "ZeRO-3", mz.Zero3Prefetch: "ZeRO-3", mz.Zero3Offload: "ZeRO-3"}  # each step of the course that shards gradients joins here
 
 local_engines = pytest.mark.parametrize("engine_type", LOCAL_ENGINES, ids=lambda engine: engine.__name__)
 other_engines = pytest.mark.parametrize("engine_type", OTHERS, ids=lambda engine: engine.__name__)

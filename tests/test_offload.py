@@ -169,6 +169,13 @@ def test_no_copy_is_read_before_its_wait(ranks, name, settings, world_size):
 # --- the delayed update -----------------------------------------------------------------------------------
 
 
+def step_with(optimizer, model, grads):
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def delayed(rank, world_size, optimizer_class, skip=None):
     """An engine beside a loop that applies each gradient one step late."""
     model = build("awkward", torch.float64)
@@ -186,17 +193,12 @@ def delayed(rank, world_size, optimizer_class, skip=None):
         grads = None if step == skip else [None if p.grad is None else p.grad.clone() for p in alone.parameters()]
         optimizer.zero_grad()
         if late is not None:
-            for param, param.grad in zip(alone.parameters(), late, strict=True):
-                pass
-            optimizer.step()
-            optimizer.zero_grad()
+            step_with(optimizer, alone, late)
         late = grads
         differences.append(distance(full(engine), [p.detach() for p in alone.parameters()]))
     saved = engine.state_dict()
     if late is not None:
-        for param, param.grad in zip(alone.parameters(), late, strict=True):
-            pass
-        optimizer.step()
+        step_with(optimizer, alone, late)
     return differences, distance([saved[name] for name, _ in alone.named_parameters()], [p.detach() for p in alone.parameters()])
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import minizero as mz
 
-ENGINES = [mz.DDP, mz.Zero1, mz.Zero2, mz.Zero3]  # each step of the course joins here
+ENGINES = [mz.DDP, mz.Zero1, mz.Zero2, mz.Zero3, mz.Zero3Prefetch, mz.Zero3Offload]  # each step of the course joins here
 STEPS = 20  # where bits are compared; ten where two orders of summation are
 BUCKET_MB = 3e-4  # 78 floats: two to four buckets for most models
 OPTIMIZERS = {

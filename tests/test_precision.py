@@ -14,7 +14,7 @@ import minizero as mz
 from minizero.model import GPT, GPTConfig
 from minizero.parts.precision import cast, lower
 
-ENGINES = [mz.DDP, mz.Zero1, mz.Zero2, mz.Zero3]  # each step of the course joins here
+ENGINES = [mz.DDP, mz.Zero1, mz.Zero2, mz.Zero3, mz.Zero3Prefetch, mz.Zero3Offload]  # each step of the course joins here
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_MB = 2e-4
 

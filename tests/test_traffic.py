@@ -12,7 +12,7 @@ from torch import nn
 import minizero as mz
 from minizero.parts import flat
 
-ENGINES = {mz.DDP: 0, mz.Zero1: 1, mz.Zero2: 2, mz.Zero3: 3}  # each step of the course joins here, with its stage
+ENGINES = {mz.DDP: 0, mz.Zero1: 1, mz.Zero2: 2, mz.Zero3: 3, mz.Zero3Prefetch: 3, mz.Zero3Offload: 3}  # each step of the course joins here, with its stage
 BUCKET_MB = 1e-4  # some 26 floats
 
 with_buckets = pytest.mark.parametrize("engine_type", WHOLE_ENGINES, ids=lambda engine: engine.__name__)
