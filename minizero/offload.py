@@ -45,8 +45,7 @@ class Zero3Offload(Zero3Prefetch):
                  precision: str | None = None, clip_norm: float | None = None, bucket_mb: float = 25,
                  group: comm.Group | None = None, loss_scaler: LossScaler | None = None):  # fmt: skip
         self.what = _check(to, what)
-        self.delayed = delayed
-        self._memory = host.MEMORIES[to](comm.device())
+        self.to, self.delayed = to, delayed
         self._by_parts = type(optimizer) in optim.ELEMENTWISE
         if delayed and not self._by_parts:
             raise ValueError(f"delayed=True needs one of torch's element-wise optimizers; {type(optimizer).__name__} is not: leave it out")
@@ -63,10 +62,11 @@ class Zero3Offload(Zero3Prefetch):
     # --- where a shard rests ----------------------------------------------------------------------------
 
     def _shard(self, *args: Any) -> UnitShard:
-        return host.HostShard(*args, memory=self._memory, offload_params="params" in self.what, updated_beside=self.delayed)
+        memory = host.MEMORIES[self.to](self.device)
+        return host.HostShard(*args, memory=memory, offload_params="params" in self.what, updated_beside=self.delayed)
 
     def _bucket(self, name: str, params: list[nn.Parameter], weights: UnitShard) -> TransientBucket:
-        return host.HostBucket(name, params, weights, self.rank, self.world_size, self._names, memory=self._memory)
+        return host.HostBucket(name, params, weights, self.rank, self.world_size, self._names)
 
     # --- step -------------------------------------------------------------------------------------------
 
@@ -90,7 +90,6 @@ class Zero3Offload(Zero3Prefetch):
             for shard in self.weights:
                 _update_all([(optim.part_of(self.optimizer, shard), shard)], self.optimizer)
                 shard.publish()
-            self._memory.drop()
         else:
             self.optimizer.step()
             for shard in self.weights:
@@ -112,6 +111,12 @@ class Zero3Offload(Zero3Prefetch):
             for shard in self.weights:
                 shard.publish()
 
+    def _drop(self) -> None:
+        """What was read of the shards need not stay in memory."""
+        for unit in self.units:
+            for shard in unit.shards:
+                shard.memory.drop()
+
     # --- state: what the update that runs beside has done is in it ----------------------------------------
 
     @contextlib.contextmanager
@@ -121,11 +126,15 @@ class Zero3Offload(Zero3Prefetch):
             yield
         if changed:
             self._unpublished = False
+        self._drop()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """As every engine's."""
         self._join()
-        return super().optimizer_state_dict()
+        try:
+            return super().optimizer_state_dict()
+        finally:
+            self._drop()
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every engine's."""

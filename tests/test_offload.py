@@ -176,11 +176,11 @@ def step_with(optimizer, model, grads):
     optimizer.zero_grad()
 
 
-def delayed(rank, world_size, optimizer_class, skip=None):
+def delayed(rank, world_size, optimizer_class, skip, what, to):
     """An engine beside a loop that applies each gradient one step late."""
     model = build("awkward", torch.float64)
     alone = copy.deepcopy(model)
-    engine = mz.Zero3Offload(model, optimizer_class([p for p in model.parameters() if p.requires_grad], lr=0.05), delayed=True, clip_norm=1e9)
+    engine = mz.Zero3Offload(model, optimizer_class([p for p in model.parameters() if p.requires_grad], lr=0.05), delayed=True, clip_norm=1e9, what=what, to=to)
     optimizer = optimizer_class([p for p in alone.parameters() if p.requires_grad], lr=0.05)
     late, differences = None, []
     for step in range(8):
@@ -203,10 +203,11 @@ def delayed(rank, world_size, optimizer_class, skip=None):
 
 
 @world_sizes
+@pytest.mark.parametrize(("what", "to"), [(("optimizer",), "cpu"), (BOTH, "cpu"), (BOTH, "disk")])
 @pytest.mark.parametrize("skip", [None, 4])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_delayed_update_is_a_loop_that_applies_each_gradient_a_step_late(ranks, optimizer, skip, world_size):
-    for differences, saved in ranks(world_size).run(delayed, world_size, optimizer, skip):
+def test_a_delayed_update_is_a_loop_that_applies_each_gradient_a_step_late(ranks, optimizer, skip, what, to, world_size):
+    for differences, saved in ranks(world_size).run(delayed, world_size, optimizer, skip, what, to):
         assert max(differences) <= 1e-9
         assert saved <= 1e-9  # and what is saved misses nothing
 

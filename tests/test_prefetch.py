@@ -141,10 +141,11 @@ def test_no_more_weights_are_ahead_than_allowed(ranks, depth, blocks, expected):
 
 
 @world_sizes
+@pytest.mark.parametrize("engine_type", [mz.Zero3Prefetch, mz.Zero3Offload], ids=lambda engine: engine.__name__)
 @pytest.mark.parametrize("how", ["engine", "direct"])
 @pytest.mark.parametrize("name", ["awkward", "containers", "checkpointed", "checkpointed reentrant"])
-def test_nothing_is_read_before_its_wait(ranks, name, how, world_size):
-    assert all(ranks(world_size).run(with_an_adversary, world_size, mz.Zero3Prefetch, name, how))
+def test_nothing_is_read_before_its_wait(ranks, name, how, engine_type, world_size):
+    assert all(ranks(world_size).run(with_an_adversary, world_size, engine_type, name, how))
 
 
 # --- when the order changes -----------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class HostShard(UnitShard):
         self._kept_S: Tensor | None = None
         self._state: dict[str, Tensor] = {}  # of the optimizer, by its name: memory for S elements
         self._exact = torch.float32 if master else params[0].dtype
-        apart = params[0].requires_grad and (master or not offload_params)
+        apart = params[0].requires_grad and (master or updated_beside or not offload_params)
         super().__init__(name, params, rank, world_size, weights, apart, labels)
 
     def _slice(self) -> Tensor:
@@ -180,11 +180,13 @@ class HostShard(UnitShard):
         """The updated slice leaves for the device, rounded."""
         if self.offload_params:
             super().publish()
+            self.memory.drop()
             return
         rounded_S = self.shard_S.detach()
         if rounded_S.dtype is not self.slice_S.dtype or self.updated_beside:  # then it may change before it has left
             rounded_S = self.memory.staging(self.layout.S, self.slice_S.dtype).copy_(rounded_S)
         self._upload = copy(self.slice_S, rounded_S, self.name)
+        self.memory.drop()
         increment_version(self.params)
 
     def settle(self) -> None:
@@ -238,14 +240,15 @@ def _nothing() -> None:
 class HostBucket(TransientBucket):
     """Gradients whose shard leaves for the host as soon as it is the mean. There it waits for the step, and there it is added up."""
 
-    def __init__(self, *args: Any, memory: Memory):
-        self._memory = memory
+    weights: HostShard
+
+    def __init__(self, *args: Any):
         self._host_S: Tensor | None = None
         self._download: Copy | None = None
         super().__init__(*args)
 
     def _landed_on_device(self) -> None:
-        self._host_S = self._memory.staging(self.layout.S, self.grad_S.dtype)
+        self._host_S = self.weights.memory.staging(self.layout.S, self.grad_S.dtype)
         self._download = copy(self._host_S, self.grad_S, self.name)
 
     def _mean(self) -> Tensor:
@@ -255,7 +258,7 @@ class HostBucket(TransientBucket):
         return self._host_S
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
-        return self._memory.staging(self.layout.S, dtype).zero_()
+        return self.weights.memory.staging(self.layout.S, dtype).zero_()
 
     def prepare(self, scale: float) -> None:
         if self._in_buffer:
