@@ -73,7 +73,7 @@ check("zero2.reduce_bucket", reduce_bucket)
 # elements, from its first gradient until its reduction has *landed*, and not a moment longer:
 #
 # - `fill(param)` is called from the parameter's hook: move what is in `param.grad` into the buffer.
-# - `launch()` starts the reduce_scatter, with zeros for what was not filled, and returns at once.
+# - `launch()` starts the reduce_scatter of that buffer, with zeros for what was not filled, and returns at once.
 # - `land()` waits. Then `self.grad_S` is this rank's shard of the mean, and the buffer is gone.
 #
 # Backward goes on between these calls. From `launch()` on every `.grad` is None: one that is a view
@@ -82,7 +82,8 @@ check("zero2.reduce_bucket", reduce_bucket)
 # Example, two ranks, parameters of 3 and 2 elements. P is 6, and the bucket holds 0 bytes when it is
 # made, 24 once `fill` was called, 36 after `launch()` (buffer and shard), 12 after `land()`.
 #
-# Checked on 2 and 3 ranks: these bytes, while backward goes on; two backwards; one asynchronous call.
+# Checked on 2 and 3 ranks: these bytes, while backward goes on, and that launch() makes no second buffer;
+# two backwards; one asynchronous call.
 
 # %%
 class Bucket:
@@ -95,7 +96,7 @@ class Bucket:
         # last of them is gone. So the gradient is copied, .grad is None, and land() drops both. The buffer is made by the first gradient,
         # of zeros: what never comes is zero.
         # The usual mistake: setting a name to None and believing that memory has been freed, while some .grad still looks into it.
-        # (untyped_storage().resize_(0) frees it whoever looks; then nobody may look.)
+        # (untyped_storage().resize_(0) frees it whoever looks; then nobody may look. And what it is given again has anything in it: zero_().)
         self.world_size = dist.get_world_size()
         self.place, numel = {}, 0
         for param in params:
@@ -142,7 +143,7 @@ check("zero2.free_in_time", Bucket)
 # is flat, fp32, equal on all ranks, P divisible by N.
 #
 # - `backward(grad_P)` gets this rank's own gradient of one micro-batch: bf16, divided by G already. When
-#   it returns, nothing of P elements is kept.
+#   it returns, nothing of P elements is kept, and `weights_P` is as it was: the next micro-batch runs on it.
 # - `step()` takes lr times the sum of the means off this rank's shard of `weights_P`, gathers all shards
 #   into `weights_P`, and begins a new sum.
 #
@@ -150,8 +151,8 @@ check("zero2.free_in_time", Bucket)
 #
 # Example: weights of 1000, lr = 1, three micro-batches with means 256, 1 and 1: 1000 − 258 = 742.
 #
-# Checked on 2 and 3 ranks: weights after two steps; bytes kept between micro-batches; G reduce_scatters
-# and one all_gather, (G + 1)·P elements a step.
+# Checked on 2 and 3 ranks: weights after two steps, and not changed before; bytes kept between
+# micro-batches: shards only; G reduce_scatters and one all_gather, (G + 1)·P elements a step.
 
 # %%
 class Accumulating:
@@ -197,7 +198,7 @@ check("zero2.accumulate_shards", Accumulating)
 #
 # - A bucket leaves from the hook of its last gradient, yet only when all ahead of it in the list have left.
 # - *One* reduction is under way while the next bucket fills. It lands when the next bucket leaves: not
-#   before, and by then its buffer is gone.
+#   before, and its buffer is gone when the next one's reduce_scatter is issued.
 # - `finish()` sends what has not left (no gradient counts as zeros), waits, and returns this rank's shards
 #   of the mean, padded as in exercise 1, in the order of the list. Every `.grad` is None then.
 #
@@ -320,7 +321,8 @@ check("zero2.number", answer)
 # nothing has to be launched at the end. Read it before you run it.
 #
 # What would one *measure* that shows the bug? Answer that, then mend it. What stays: the shards that it
-# returns, and that a bucket's reduction is under way while the next one fills.
+# returns, and that a bucket's reduction is under way while the next one fills. When that one leaves, the
+# bucket before has landed and is gone.
 #
 # Checked on 2 and 3 ranks: shards; what has left at each gradient, and what is under way; bytes held.
 

@@ -94,7 +94,8 @@ def zero2_by_hand(rank, world_size, steps):
         param.grad = None  # nobody else knows this tensor: its memory is free
 
     for param in params:
-        param.shard = param.detach().view(-1).chunk(world_size)[rank].requires_grad_()  # a view of the weight
+        # A view of the weight. chunk() makes N equal pieces only if N divides the size, as it does here; where not, pad first (lesson 02).
+        param.shard = param.detach().view(-1).chunk(world_size)[rank].requires_grad_()
         param.register_post_accumulate_grad_hook(reduce_and_free)
     optimizer = torch.optim.AdamW([param.shard for param in params], lr=3e-3)
     with mz.record_memory() as memory:
@@ -141,7 +142,7 @@ print(f"weights that differ from DDP's after 10 steps, of {ddp_weights.numel():,
 print(sum((weights != ddp_weights).sum().item() for weights, _ in by_hand))
 
 # %% [markdown]
-# The same sums, the same update of each element, the same weights. Two things are missing. There are 29 messages where lesson 01 sent four times as large a model in 4. And backward stands still in each of them: nothing overlaps. So we want buckets back. That is where it gets delicate.
+# The same sums, the same update of each element, the same weights. Two things are missing. There are 29 messages where lesson 01 sent a model seven times as large in 4. And backward stands still in each of them: nothing overlaps. So we want buckets back. That is where it gets delicate.
 
 # %% [markdown]
 # ## 3. One bias is kept for a log: how many bytes of a bucket stay?
@@ -204,13 +205,15 @@ except mz.RankError as error:
 # The package's answer: **no `.grad` ever points into a bucket.** Autograd leaves each gradient as a tensor of its own. The hook moves it into the bucket, and puts something in its place that has a shape and owns nothing.
 
 # %%
-for part in (TransientBucket.take, flat.free, mz.Zero2._launch, mz.Zero2._land):
+for part in (TransientBucket.take, mz.Zero2._launch, mz.Zero2._land, TransientBucket.land, flat.free):
     print(textwrap.dedent(inspect.getsource(part)))
 
 # %% [markdown]
-# From top to bottom. `take` is called by the hook. `held[param]` is what stands in `.grad` from now on; `make_room()` gives the bucket memory if it has none; the last lines copy the gradient to its place, or add it, if it comes a second time. When a bucket is full,
-# `_launch` waits until the one before has landed, and sends this one on its way. `close()` returns the bucket's buffer, P elements, and makes a new tensor for the shard, `grad_S`, S = P / N elements. `_land` waits for the result and calls the bucket's `land`, whose first line is
-# `flat.free`. So **one bucket is under way while the next one fills**, and no third is in memory.
+# From top to bottom. `take` is called by the hook. `held[param]` is what stands in `.grad` from now on; `make_room()` gives the bucket memory if it has none; the last lines copy the gradient to its place, or add it, if it comes a second time in one backward (a weight that two checkpointed blocks share). When a bucket is full,
+# `_launch` waits until the one before has landed, and sends this one on its way. `close()` returns the bucket's buffer, P elements, and makes a new tensor for the shard, `grad_S`, S = P / N elements. `_land` waits for the result and calls the bucket's `land`: it frees the buffer first, and puts aside what came
+# while the bucket was under way (`late`; mostly nothing), to be taken anew. So **one bucket is under way while the next one fills**, and no third is in memory.
+#
+# How does autograd get along with what stands in `.grad` there? It never sees it: a second hook, before the gradient is added, sets `.grad` to `None`, and autograd puts the next gradient there as if it were the first.
 #
 # And what does someone find who looks at `.grad`?
 
@@ -350,7 +353,7 @@ print("times as much")
 print(all_reduce / reduce_scatter)
 
 # %% [markdown]
-# Equal in value, and twice the bytes: an all-reduce is a reduce-scatter and an all-gather, and what the second half brings is what gets thrown away. With the weights' all-gather the step would cost 3Ψ instead of 2Ψ. **The claim (C14), settled: false as a definition, equal in value.** ZeRO-2 *reduce-scatters*.
+# Equal in value, and twice the bytes: an all-reduce is a reduce-scatter and an all-gather, and what the second half brings is what gets thrown away. With the weights' all-gather the step would cost 3Ψ instead of 2Ψ. **The claim, settled: false as a definition, equal in value.** ZeRO-2 *reduce-scatters*.
 #
 # Two footnotes, since practice is less tidy. DeepSpeed's ZeRO-2 with its defaults really does what the claim says: `allreduce_and_scatter` in its `stage_1_and_2.py` all-reduces a bucket, and each rank copies its part out. And so does `reduce_scatter` on gloo, the CPU's
 # backend, inside; we counted what the algorithm needs. The engines of the course go round it: `parts/comm.py` sends each rank its chunk and adds locally.
@@ -379,7 +382,7 @@ for step in (mz.Zero1, mz.Zero2):
     print(f"       {elements:,.0f} elements, 2P(N−1)/N = {2 * P * 3 / 4:,.0f}")
 
 # %% [markdown]
-# Not an element and not a message of difference. Every gradient is synchronised, once (so *ZeRO needs no gradient synchronisation*, claim C15, is **false** here as well), and the sum is the paper's **2Ψ** (section 7.2.1): ZeRO-2 costs nothing on the wire that DDP did not cost.
+# Not an element and not a message of difference. Every gradient is synchronised, once (so *ZeRO needs no gradient synchronisation* is **false** here as well), and the sum is the paper's **2Ψ** (section 7.2.1): ZeRO-2 costs nothing on the wire that DDP did not cost.
 #
 # Memory for nothing, then? Look again at question 4: we read the meter when backward was *over*.
 
@@ -433,8 +436,8 @@ title = "One step of a rank (of 4), buckets of 0.25 MiB: ZeRO-2 by kind, ZeRO-1 
 plots.memory_phases(("forward", "backward", "step"), by_name, title)
 
 # %% [markdown]
-# By *more*: 1.5 MB. Read the picture from the left. In forward the line runs 1.7 MB above the area: ZeRO-1's buckets, 2Ψ, all there and all empty. Both peak at the **start of backward**, when forward's activations are all alive and hardly a gradient exists. ZeRO-1 has the memory for all of them
-# at that moment, ZeRO-2 for one bucket. From there on activations go and shards come, in orange, with a tooth for each bucket that fills. Red is the buffer in which a reduction is received. (In the step the shard's gradient is there in fp32, 4Ψ/N bytes, in both.)
+# By *more*: 1.5 MB. Read the picture from the left. Where forward begins and where it ends the line is 1.7 MB above the area: ZeRO-1's buckets, 2Ψ, all there and all empty. (In between, the two runs are not at the same operation at the same place: each has a clock of its own, stretched to the width of the phase.) Both peak at the **start of backward**, when forward's activations are all alive and hardly a gradient exists. ZeRO-1 has the memory for all of them
+# at that moment, ZeRO-2 for one bucket. From there on activations go and shards come, in orange, with a tooth for each bucket that fills. Red is what a reduction needs besides: the buffer in which it receives, and the shard's sum in fp32. (In the step the shard's gradient is there in fp32, 4Ψ/N bytes, in both.)
 #
 # So the peak has not moved, it has lost its gradients. But that was a bucket size of our choice.
 #
@@ -446,15 +449,20 @@ for bucket_mb in (0.125, 0.25, 0.5, 25):
     (run1, _, _), (run2, moment, count) = (on(4).run(one_step, 4, step, bucket_mb, 1)[0] for step in (mz.Zero1, mz.Zero2))
     peaks = [f"{total(run).max() / 1e6:.1f} MB" for run in (run1, run2)]
     print(f"{bucket_mb:>6} MiB  {count:>9}     {peaks[0]}    {peaks[1]}    the {moment} of backward")
+print("MB at the peak, in one bucket")
+for name, run in (("ZeRO-1", run1), ("ZeRO-2", run2)):
+    peak = total(run).argmax()
+    print(f"{name}: " + ", ".join(f"{kind} {curve[peak] / 1e6:.2f}" for kind, curve in run[1].items() if curve[peak] > 10_000))
 print("ZeRO-2 in one bucket, MB")
 print(peaks[1].split()[0])
 
 # %% [markdown]
-# *Higher* than ZeRO-1. With one bucket all gradients are whole when backward ends. The buffer for what the three other ranks send is three quarters of that; and ZeRO-2's shard is memory of its own, where ZeRO-1's is a slice of the bucket. The peak has moved to the **end of backward**, and the states that question 4 counted
-# are what remains a moment later.
+# *Higher* than ZeRO-1, by a hair, and nothing is left of the 1.5 MB. A bucket of all gradients has all its memory from the first gradient on: at the start of backward the rank holds the 8.2 MB of ZeRO-1. And at the **end of backward** it holds more. Follow it by kind. `grads` 2.07 MB is the bucket, 2Ψ = 1.66, and the shard,
+# 2Ψ/N = 0.41: memory of its own, where ZeRO-1's is a slice of the bucket. `comm` 2.07 MB is what the three other ranks send, three quarters of 2Ψ, 1.24; and 4Ψ/N = 0.83 for the **sum of a shard in fp32**, since four numbers of 16 bits are not added in 16 bits. The package adds by itself where gloo is the backend;
+# NCCL adds inside its kernel. Without these 0.83 MB the end would be at 7.45, and the peak where ZeRO-1 has it, at the start with 8.2: no gain either way. (ZeRO-1 needs the same `comm`, but no shard besides: its backward ends at 7.9.) What question 4 counted is what remains a moment later.
 #
 # The other end of the table: below 0.25 MiB the messages double and the peak stays, because the largest tensor, 128 × 512 weights, is a bucket by itself however small the others are. In between, the rule is *small enough not to count beside the rest, large enough not to pay for latency* (lesson 01, question 3).
-# What a rank needs for gradients at any moment: the shards so far, one bucket under way with its receive buffer, and one that fills.
+# What a rank needs for gradients at any moment: the shards so far, one bucket under way with its receive buffer (and while a shard is added up, its sum in fp32), and one that fills.
 #
 # At a real size: DeepSpeed's `reduce_bucket_size` is 5e8 elements, 1 GB in 16 bits, beside 14 GB of gradients for 7 B parameters. Fine there; for a model of 0.5 B it is one bucket.
 #
@@ -466,12 +474,13 @@ print(peaks[1].split()[0])
 # Gradient accumulation over G micro-batches. In lessons 01 and 02 the cure for needless traffic was `no_sync()`: gradients pile up on their own rank, and the last backward reduces what has come together. Ask ZeRO-2 for it:
 
 # %% tags=["raises-exception"]
-def accumulate(rank, step, micro_steps, quiet=False):
-    """Elements sent in one step over some micro-batches, in units of Ψ(N−1)/N. Quiet: only the last backward reduces."""
+def accumulate(rank, step, micro_steps, quiet=False, rows=4):
+    """Elements sent in one step over some micro-batches, in units of Ψ(N−1)/N. Quiet: only the last backward reduces. Rows:
+    of each micro-batch, on all ranks together."""
     model = GPT.preset("nano")
     engine = step(model, sgd(model))
     with mz.record_traffic() as traffic:
-        for i, (x, y) in enumerate(data.batches("train", 4, 64, micro_steps, rank=rank, world_size=2)):
+        for i, (x, y) in enumerate(data.batches("train", rows, 64, micro_steps, rank=rank, world_size=2)):
             with engine.no_sync() if quiet and i < micro_steps - 1 else nullcontext():
                 engine.backward(engine(x, y) / micro_steps)
         engine.step()
@@ -502,7 +511,7 @@ print(zero2_sends / quiet)
 
 # %% [markdown]
 # Two and a half: **(G + 1)Ψ**, G reduce-scatters and the weights' all-gather, against 2Ψ. "ZeRO-2 is free" holds for G = 1. In the last column stands what lesson 04 will build and measure: ZeRO-3 gathers weights twice in every micro-step and sends 3GΨ. (So *ZeRO-3 sends twice what
-# ZeRO-2 sends*, claim C02, is **false**: it is 3G/(G + 1) times, 1.5, 2.0 and 2.4 in the three rows, and twice at G = 2 only.)
+# ZeRO-2 sends* is **false**: it is 3G/(G + 1) times, 1.5, 2.0 and 2.4 in the three rows, and twice at G = 2 only.)
 #
 # With this table we can settle half of another rumour: *small batches make ZeRO-3 communication-bound; accumulation fixes it*. A rank's computing grows with the rows it reads. So what matters is how much it sends for each row.
 #
@@ -510,10 +519,10 @@ print(zero2_sends / quiet)
 
 # %%
 def sent_for_a_row(stage, rows, micro_steps):
-    """By stage, as measured above (ZeRO-3: by theory), relative to a step over 4 rows."""
+    """In units of Ψ(N−1)/N, for each row that a step of micro-batches of so many rows reads (ZeRO-3: by theory)."""
     of_stage = {
-        1: lambda: on(2).run(accumulate, mz.Zero1, micro_steps, True)[0],
-        2: lambda: on(2).run(accumulate, mz.Zero2, micro_steps)[0],
+        1: lambda: on(2).run(accumulate, mz.Zero1, micro_steps, True, rows)[0],
+        2: lambda: on(2).run(accumulate, mz.Zero2, micro_steps, False, rows)[0],
         3: lambda: mz.theory.traffic(3, 1000, 2, micro_steps=micro_steps) / 500,
     }
     return of_stage[stage]() / (rows * micro_steps)
@@ -523,12 +532,12 @@ print("sent for each row         ZeRO-1, no_sync   ZeRO-2   ZeRO-3 (theory)")
 for rows, micro_steps in ((4, 1), (4, 4), (16, 1)):
     shares = [sent_for_a_row(stage, rows, micro_steps) / sent_for_a_row(stage, 4, 1) for stage in (1, 2, 3)]
     name = f"{micro_steps} micro-batch{'es' * (micro_steps > 1)} of {rows}"
-    print(f"{name:<25} {shares[0]:<17.0%} {shares[1]:<8.0%} {shares[2]:.0%}")
+    print(f"{name:<25} {shares[0]:<17.1%} {shares[1]:<8.1%} {shares[2]:.1%}")
 print("ZeRO-2, four micro-batches of 4")
 print(f"{sent_for_a_row(2, 4, 4) / sent_for_a_row(2, 4, 1):.1%}")
 
 # %% [markdown]
-# 62.5 %, and with more micro-steps never less than half: only the all-gather of the weights is shared by the rows, every reduction is paid anew. For ZeRO-3 accumulation saves nothing at all, a row costs the same as before. What helps every stage is the last line, a larger *micro-batch*: more rows in one backward, a quarter of the bytes for each. **The claim (C20), settled
+# 62.5 %, and with more micro-steps never less than half: only the all-gather of the weights is shared by the rows, every reduction is paid anew. For ZeRO-3 accumulation saves nothing at all, a row costs the same as before. What helps every stage is the last line, a larger *micro-batch*: more rows in one backward, a quarter of the bytes for each. **The claim, settled
 # as far as bytes go: half true.** Small batches do make communication weigh more, and larger ones are the cure. Accumulation alone is one for DDP and ZeRO-1 with `no_sync()`, half a one for ZeRO-2, none for ZeRO-3. (Lesson 05 puts a clock to it.)
 #
 # That each micro-step is reduced by itself has one good side.
@@ -683,7 +692,7 @@ print(inspect.getdoc(inspect.getmodule(mz.Zero2)))
 #
 # 1. **`ShardBucket` becomes `TransientBucket`**, whose buffer has memory from the first gradient until its reduction has landed. It is told the parameters' names, for the sentence of question 3.
 # 2. **`_launch` lands the bucket before**, so it is freed *before* the next leaves. In ZeRO-1 it only had to be waited for. That is all of "free in time".
-# 3. **`_launched` counts**, since `_under_way` no longer remembers every bucket of this backward, only the last. When all are reduced, it starts at 0, and each bucket forgets what had arrived.
+# 3. **`_launched` counts**, since `_under_way` no longer remembers every bucket of this backward, only the last. When all are reduced, it goes back to 0, and each bucket forgets what had arrived.
 # 4. **`no_sync` refuses.** Everything else has stayed as it was, the step included.
 
 # %%
@@ -714,7 +723,7 @@ print(*(f"{mz.theory.traffic(stage, 7e9, 16) * 2 / 1e9:.2f}" for stage in (1, 2,
 # - *Does it cost time?* No bytes, but copies into buckets, and a launch waits for the bucket before. With too small buckets, latency.
 #
 # **Wrong answers people give**
-# - *"It all-reduces and drops the rest."* Then it would send 3Ψ. A reduce-scatter is half an all-reduce (C14, question 5). Add that DeepSpeed's default bucket does all-reduce, and you have shown that you read code.
+# - *"It all-reduces and drops the rest."* Then it would send 3Ψ. A reduce-scatter is half an all-reduce (question 5). Add that DeepSpeed's default bucket does all-reduce, and you have shown that you read code.
 # - *"Each rank computes only its part of the gradient."* Each computes all of it, on its own rows. Only the result is shared.
 # - *"The optimizer gathers the gradients before the step."* Nobody ever has the whole mean. That is why clipping needs a number from every rank.
 #
@@ -733,11 +742,11 @@ print(*(f"ZeRO-{stage} {mz.theory.traffic(stage, 7e9, 16, micro_steps=8) * 2 / 1
 # **The full answer.** DDP and ZeRO-1 have room for the whole gradient, so they add locally, in `no_sync`, and reduce once: 2Ψ whatever G is. ZeRO-2 has room for 1/N of it, so it reduces every micro-batch and adds to the shard: G reduce-scatters and one all-gather, (G + 1)Ψ. ZeRO-3 gathers weights twice in every micro-batch as well: 3GΨ. With G = 8
 # that is 26, 118 and 315 GB. The shard is summed in fp32, 4Ψ/N bytes. So on a slow network with long accumulation I would ask whether ZeRO-1 fits, before I take ZeRO-2; and I would spend memory that is left on a larger micro-batch, because that divides the bytes for each row in every stage.
 #
-# **In 30 seconds.** 2Ψ, (G + 1)Ψ, 3GΨ. Local accumulation needs the memory that ZeRO-2 gives back. Larger micro-batches help all stages, more of them only ZeRO-1.
+# **In 30 seconds.** 2Ψ, (G + 1)Ψ, 3GΨ. Local accumulation needs the memory that ZeRO-2 gives back. Larger micro-batches help all stages; more of them help DDP and ZeRO-1 fully, ZeRO-2 by half at most, ZeRO-3 not at all.
 #
 # **Follow-ups**
-# - *Small batches make ZeRO-3 communication-bound. Does accumulation help?* Not a byte: each row costs as much as before. A larger micro-batch does (C20, question 7).
-# - *G = 4: how much does ZeRO-3 send over ZeRO-2?* 12Ψ over 5Ψ, 2.4 times. Not twice, and not 1.5 (C02).
+# - *Small batches make ZeRO-3 communication-bound. Does accumulation help?* Not a byte: each row costs as much as before. A larger micro-batch does (question 7).
+# - *G = 4: how much does ZeRO-3 send over ZeRO-2?* 12Ψ over 5Ψ, 2.4 times. Not twice, and not 1.5 (question 7).
 # - *Why not reduce only in the last micro-step, and keep whole gradients until then?* One can; DeepSpeed asserts against its `no_sync` at stage 2 for the same reason as we do. It is ZeRO-1's memory under ZeRO-2's name.
 # - *In which dtype do you accumulate?* fp32. In bf16 a thousand ones make 256 (question 8).
 #
@@ -752,13 +761,13 @@ print(*(f"ZeRO-{stage} {mz.theory.traffic(stage, 7e9, 16, micro_steps=8) * 2 / 1
 #
 # **What they want to find out.** Whether you have ever looked at a memory curve, and can tell a state from a peak.
 #
-# **The full answer.** First, when is the peak? If it lies at the start of backward, the activations are what is large there, and ZeRO-2 can take only the gradients' 2Ψ out of it. Second, the bucket size: a bucket as large as the model means that all gradients are whole at the end of backward, with a receive buffer and a shard besides; we measured a peak *above* ZeRO-1's.
+# **The full answer.** First, when is the peak? If it lies at the start of backward, the activations are what is large there, and ZeRO-2 can take only the gradients' 2Ψ out of it. Second, the bucket size: a bucket as large as the model is whole from the first gradient to the last, with a receive buffer, a shard and (where the package adds) the shard's sum in fp32 at the end; we measured a peak *above* ZeRO-1's.
 # Third, who still points there: one view keeps a whole bucket alive, so look for gradients kept in logs, hooks and closures. Fourth, the allocator: what the framework has freed may still be reserved, so I compare allocated bytes, not what `nvidia-smi` shows. Last, N: on two ranks all of it is one byte a parameter of 16.
 #
 # **In 30 seconds.** Find the moment of the peak and its kinds. Then bucket size, forgotten references, and allocated against reserved.
 #
 # **Follow-ups**
-# - *How much must the peak fall at best?* By 2Ψ less the bucket that fills, when it lies at the start of backward: there are no shards yet. 1.5 MB of 1.7 in question 6.
+# - *How much can the peak fall at best?* By 2Ψ less the bucket that fills, when it lies at the start of backward: there are no shards yet. 1.5 MB of 1.7 in question 6.
 # - *7 B parameters, buckets of 5e8 elements: how much is that?* 1 GB each in 16 bits; one under way with its receive buffer and one that fills make nearly 3 GB, where the gradients are 14.
 # - *Rebinding `.data` or `del`: does it free the bucket?* Only if nobody else points to the storage. Shrinking the storage does, and then no one may read the views (question 3).
 #

@@ -40,6 +40,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 #   parameter's `.data` is from then on a view of its place in there. It stays the same object.
 # - `shard_S` has this rank's S elements of it, in memory of its own: `flat_P` will soon lose its memory.
 #
+# Both are made from `param.data`, so that autograd has no part in them. As in the lesson `shard_S` may require
+# a gradient, for an optimizer; then it is `shard_S.detach()` that is sent.
+#
 # Frozen parameters too. ZeRO-1 shards what the optimizer updates; ZeRO-3 shards every weight.
 #
 # Example, two ranks, parameters [[1, 2]] and [3]: `flat_P` is [1, 2, 3, 0] on both. `shard_S` is [1, 2] on
@@ -78,7 +81,8 @@ check("zero3.shard_unit", shard_unit)
 #
 # - `gather()` gives the buffer memory again, and all ranks' shards.
 # - `free()` takes the memory away, *whoever looks into it*. Between forward and backward autograd does: it
-#   has saved views of the weights. A new `.data` for the parameters would free nothing.
+#   has saved views of the weights. A new `.data` for the parameters would free nothing. `shard_S` stays as it
+#   is: the caller may update it at any time, while the unit is gathered too.
 #
 # When the unit is gathered again for backward, autograd's views show the weights, and the gradients are
 # right. This is why the memory has to come back in the same place: in the same storage.
@@ -87,8 +91,8 @@ check("zero3.shard_unit", shard_unit)
 # gathered, and 12 when it is freed, also while autograd has saved its views.
 #
 # Checked on 2 and 3 ranks: these bytes, also while gather() runs; weights, also when `shard_S` was updated in
-# place; one all_gather of P elements; a gradient, where the unit was freed and gathered between forward and
-# backward.
+# place, and that the update stays; one all_gather of P elements; a gradient, where the unit was freed and
+# gathered between forward and backward.
 
 # %%
 class Unit:
@@ -163,7 +167,7 @@ check("zero3.hooks", place_hooks)
 # other unit has. Each is trainable and gets a gradient in every backward. Modules take and return one tensor.
 # After that, calling the model and `loss.backward()` do everything; your answers so far may help.
 #
-# - In forward a unit's weights are there from before it to after it, as in exercise 3.
+# - In forward a unit's weights are there from before it to after it, as in exercise 3, also if it raises.
 # - In backward they come back when the gradient of the unit's output is ready: a hook on that tensor.
 # - When the unit's last gradient has arrived, `self.grad_S` becomes this rank's shard of the mean over the
 #   ranks, every `.grad` is None again, and the weights are freed. (`self.shard_S` is updated by the caller.)
@@ -171,8 +175,8 @@ check("zero3.hooks", place_hooks)
 # Example, a root with blocks 0 and 1. Forward gathers root, 0, 1. Backward gathers root, gathers 1, reduces 1,
 # gathers 0, reduces 0, reduces root: 3P elements for each unit, (N − 1)/N of which a rank sends.
 #
-# Checked on 2 and 3 ranks: gradients of two steps; this order; what is there at each moment; an evaluation;
-# bytes after forward and backward, and at most those of the root and two blocks in between.
+# Checked on 2 and 3 ranks: gradients of two steps; this order; what is there at each moment; an evaluation; a
+# block that raises; bytes after forward and backward, and at most those of the root and two blocks in between.
 
 # %%
 class ShardedUnit(Unit):

@@ -10,7 +10,7 @@
 # ```
 #
 # That is all of it. The lesson is about three things in the second row: *free*, which is harder than it looks; *gather*, which has to be paid for; and the dots between them, the order of events.
-# Nine questions, each with a number in it. Write yours down before you run the cell.
+# Nine questions, nearly all with a number for an answer. Write yours down before you run the cell.
 
 # %% tags=["nbval-ignore-output"]
 import functools
@@ -390,7 +390,7 @@ print(excerpt(units._Note.read, "if not self.shard.resident"))
 
 # %% [markdown]
 # `_gathered` knows the buffers that are gathered at this moment. What lies in one of them becomes a `_Note`, everything else (activations) is saved as ever, with its version number, so that autograd's check against changes in place is not lost. `read` is the other end: `watch._enter` gathers the unit if it is not there yet, and `as_strided`
-# is the transposed view, made anew. So to free is to drop the buffer, and no more. Whoever has kept a view of it all the same keeps that memory, and the next gather fills it again; nobody ever points to memory that is gone. You have seen it work: in the middle of the comb of question 1, when forward is over and autograd waits for its backward, the curve is down at 25 %.
+# is the transposed view, made anew. So to free is to drop the buffer, and no more. A view that somebody has kept all the same keeps the old buffer alive; then the next gather reuses that buffer, so nobody ever points to memory that is gone. You have seen it work: in the middle of the comb of question 1, when forward is over and autograd waits for its backward, the curve is down at 25 %.
 #
 # Every unit comes and goes, then. In which order?
 
@@ -463,9 +463,9 @@ print(sum(what in ("gather", "reduce") for what, _ in scores[0]))
 plots.score(scores[0], "One step of ZeRO-3 as sheet music: three blocks and the root, the same on every rank")
 
 # %% [markdown]
-# Twelve: every unit is gathered twice and reduced once. Read it like music. A note is a thing that happens, a dark bar below it is the time for which the weights are there. The root sounds through, because embeddings begin the forward and the head ends it; in backward the head comes first and the embeddings last, so its gradients are complete only when all others are, too. Between forward and backward it is freed and gathered again at once; FSDP2 keeps its root there, and saves that message.
+# Twelve: every unit is gathered twice and reduced once. Read it like music. A note is a thing that happens, the blue bar below it is the time for which the weights are there. The root sounds through, because embeddings begin the forward and the head ends it; in backward the head comes first and the embeddings last, so its gradients are complete only when all others are, too. Between forward and backward it is freed and gathered again at once; FSDP2 keeps its root there, and saves that message.
 # The blocks take turns: never two of them at once.
-# In backward the reduction of a block stands *behind* the next block's gather, although its gradients were complete before. Both use the same wire, and this rank has to wait for the weights; for the mean nobody waits until the step. So the weights go first. (Block 0 is found out a note late. The engine hears of backward only where it has a hook: at a unit's output, or when a saved weight is asked for. The embeddings' backward has neither, so it is the end that tells.)
+# In backward the reduction of a block stands *behind* the next block's gather, although its gradients were complete before. Both use the same wire, and this rank has to wait for the weights; nobody waits for the mean until the next reduction leaves. So the weights go first. (Block 0 is found out a note late. The engine hears of backward only where it has a hook: at a unit's output, or when a saved weight is asked for. The embeddings' backward has neither, so it is the end that tells.)
 #
 # No block *knows* when its backward begins and ends, by the way. It begins when a gradient of one of its outputs is ready, or when `unpack` asks for one of its weights. And it is over when autograd has come to operations that were recorded *before* the block's forward began: they are numbered, and backward goes through them from the
 # highest number to the lowest. (By hand we took module hooks. For a first layer, whose input wants no gradient, they fire too early, and they do not see tensors inside a list.)
@@ -511,10 +511,12 @@ for orders in (two_orders, one_left_out):
         print(f"{type(error).__name__}: {error.message.partition('. ')[0]}")
 
 # %% [markdown]
-# A *loss*, of usual size, and a wrong one: 1.6456 where ZeRO-2 has 1.6415. Rank 0 has computed layer 0 with a mixture of two layers' halves. Sizes match, so no collective complains. That is why the engine keeps a list of what it gathered, and a fingerprint of it travels in the step's one small message: **`step()` refuses on every rank, before a weight has moved.** With a layer left out the
-# counts differ: sooner or later one rank gathers where the other reduces, and both wait for ever. Our ranks then lay their journals side by side, and name the first place where they part. Elsewhere it is a hang.
+# A *loss*, of usual size, and a wrong one: 1.6456 where ZeRO-2 has 1.6415. Rank 0 has computed layer 0 with a mixture of two layers' halves. Sizes match, so no collective complains. That is why the engine keeps a list of what it gathered, and a fingerprint of it travels in the step's one small message: **`step()` refuses on every rank, before a weight has moved.**
 #
-# Layers that depend on the data (layer drop, early exit, experts) are how people get there. Every rank has to run every unit, and each unit has to return something that it has computed: what depends on the data belongs between the two, or ZeRO-2 is the better choice.
+# With a layer left out forward ends with a loss too, 1.8628: rank 0's second gather was rank 1's third layer, so its layer 1 is half of the one and half of the other. But now the counts differ: sooner or later one rank gathers where the other reduces, and both wait for ever. Our ranks then lay their journals side by side, and name the first place
+# where they part. (`#5` is the fifth collective of this run. The first three are sent when the model is wrapped, `#4` gathers block 0.) Elsewhere it is a hang.
+#
+# Layers that depend on the data (layer drop, early exit, experts) are how people get there. Every rank has to call every unit, and each unit has to return something that it has computed, so that backward comes to it on every rank. What depends on the data happens inside the unit, between its call and its return. Where that cannot be, ZeRO-2 is the better choice.
 
 # %% [markdown]
 # ## 6. They say 16Ψ/N: how much more is it at the worst moment?
@@ -565,10 +567,10 @@ for layers, n in ((4, 2), (4, 4), (12, 4)):
     totals = (f"{sum(by_kind.values()) / 1e6:4.1f}" for by_kind in found[layers, n].values())
     print(f"{layers:>2} blocks, N = {n}               ", "          ".join(totals))
 peak = found[4, 4]["ZeRO-3, at its peak"]
-print(f"the root has {root:,} bytes of weights, each block {block:,}")
+print(f"the root has {root:,} bytes of weights, each block {block:,}, root and block {root + block:,}")
 print(f"4 blocks, N = 4: gradients of the root and of {(peak['grads'] - root) / block:.2f} blocks, a receive buffer of {peak['comm'] / block:.2f}")
-print("ZeRO-3's weights beyond its slices, at its peak, over root + block, in each line")
-print(*(f"{extra / (root + block):.2f}" for extra in beyond))
+print("bytes of ZeRO-3's weights beyond its slices, at its peak, in each line")
+print(*(f"{extra:,}" for extra in beyond))
 
 # %% tags=["nbval-ignore-output"]
 plots.memory_bars(found[4, 4], "One of 4 ranks, 4 blocks (0.8 M parameters), AdamW in bf16, one row of 16 characters")
@@ -579,7 +581,7 @@ plots.memory_bars(found[4, 4], "One of 4 ranks, 4 blocks (0.8 M parameters), Ada
 #
 # And ZeRO-2's peak is hardly higher, 5.3 MB against 5.0; on 2 ranks it is the lower one. Most of what ZeRO-3 saves at rest it spends at the peak: it handles whole blocks, each of them a quarter of this model, and ZeRO-2 smaller buckets. With 12 blocks it spends the same 1.7 MB, and at rest it saves 3.6: in a real model units and buckets are small beside the whole, and the saving stays.
 #
-# **The claim (C11), settled: true**, and now you can say what a "temporary buffer" is. It does not shrink with N, as what is held at rest does. It shrinks with smaller units: a model in one unit would be gathered whole. (Each unit that is gathered ahead adds one more: lesson 05.)
+# **The claim, settled: true**, and now you can say what a "temporary buffer" is. It does not shrink with N, as what is held at rest does. It shrinks with smaller units: a model in one unit would be gathered whole. (Each unit that is gathered ahead adds one more: lesson 05.)
 #
 # At the size for which all this was made? *175 B on 64 GPUs: 2.8 TB becomes 44 GB a GPU*, the notes say. We can run that. A **fake process group** has 64 ranks of which 63 do not exist: its collectives return at once. On the `meta` device a tensor has a shape and no memory, and
 # the meter counts the bytes that it would have. The engine notices neither.
@@ -624,7 +626,7 @@ print("GB at rest, and at the peak")
 print(f"{sum(rest.values()) / 1e9:.1f} {sum(peak.values()) / 1e9:.1f}")
 
 # %% [markdown]
-# 43.8 at rest, 17 more at the peak, and not one activation worth the name. **The claim (C06), settled: true for model states only.** Root and one block, twice: weights and gradients; another block's gradients on the way; and the gradient of one matrix, which autograd has made and the engine has not yet moved. (Two things that this run hides: nobody sends, so there is no receive buffer, on CPU ranks one block more; and
+# 43.8 at rest, 17 more at the peak, and not one activation worth the name. **The claim, settled: true for model states only.** Root and one block, twice: weights and gradients; another block's gradients on the way; and the gradient of one matrix, which autograd has made and the engine has not yet moved. (Two things that this run hides: nobody sends, so there is no receive buffer, on CPU ranks one block more; and
 # our engine wants the whole model once, when it wraps it. On `meta` that costs nothing. Production engines build large models shard by shard.)
 #
 # So much for what is held. What is sent?
@@ -651,8 +653,8 @@ def sent(rank, world_size, step, micro_steps=1):
 
 
 def measure(n, function, *args):
-    """What rank 0 of n finds. Beyond four ranks the others do not exist."""
-    if n <= 4:
+    """What rank 0 of n finds. Of 3 and of 64 the other ranks do not exist."""
+    if n in (2, 4):
         return on(n).run(function, n, *args)[0]
     with pretend(n):
         return function(0, n, *args)
@@ -671,11 +673,11 @@ print("ZeRO-3 on 64 ranks, over ZeRO-3 on 2")
 print(f"{totals[64] / totals[2]:.2f}")
 
 # %% [markdown]
-# By none: it sends nearly *twice as much*. A gather brings each rank the (N−1)/N of the weights that it does not hold, and somebody has to send them. The more ranks there are, the less each holds itself. Two gathers and one reduce-scatter in each step, P(N−1)/N each (P is the padded Ψ), make the paper's **3Ψ** (section 7.2.2). (On 3 ranks units need padding, so it is 5.34 bytes and not 5.33.)
+# By none: it sends nearly *twice as much*. A gather brings each rank the (N−1)/N of the weights that it does not hold, and somebody has to send them. The more ranks there are, the less each holds itself. Two gathers and one reduce-scatter in each step, P(N−1)/N each (P is the padded Ψ), make the paper's **3Ψ** (section 7.2.2). (On 3 and on 64 ranks units need padding: 5.34 bytes and not 5.33, 2.96Ψ and not 2.95Ψ.)
 #
 # $$\text{elements sent by a rank} \;=\; 3\,\Psi\,\frac{N-1}{N}$$
 #
-# where $\Psi$ counts parameters and $N$ ranks. The limit is 3Ψ, and it is nearly reached at 64. **The claim (C04), settled: false.** *Memory* is O(Ψ/N), traffic is O(Ψ). **The claims of less (C03): false**, it sends 1.5 times what ZeRO-2 and an all-reduce send. And **twice (C02): false**, 1.5 times.
+# where $\Psi$ counts parameters and $N$ ranks. The limit is 3Ψ, and it is nearly reached at 64. **The claim, settled: false.** *Memory* is O(Ψ/N), traffic is O(Ψ). **The claims of less: false**, it sends 1.5 times what ZeRO-2 and an all-reduce send. And **twice: false**, 1.5 times.
 #
 # Why only one gather more? ZeRO-2 gathers too: the updated weights, after the step. ZeRO-3 has no such gather, the next forward does it.
 #
@@ -745,7 +747,7 @@ print("blocks whose output is one process's on the same rows, on rank 0 and on r
 print(*(sum(torch.equal(a, b) for a, b in zip(got, alone(rows), strict=True)) for rows, got in ((x0, first), (x1, second))))
 
 # %% [markdown]
-# Four of four, each output in its full width, to the last bit what a process gets that holds everything. And the ranks agree in none, since each has rows of its own. A rank does as many operations as in DDP, all layers on half of the rows. (Half of the layers on all rows would be as many: counting operations proves nothing, the outputs do.) **The claim (C01), settled: false.** ZeRO-3 is *data parallelism*: every rank computes
+# Four of four, each output in its full width, to the last bit what a process gets that holds everything. And the ranks agree in none, since each has rows of its own. A rank does as many operations as in DDP, all layers on half of the rows. (Half of the layers on all rows would be as many: counting operations proves nothing, the outputs do.) **The claim, settled: false.** ZeRO-3 is *data parallelism*: every rank computes
 # every layer on its own rows. Only storage is sharded. What travels are weights and gradients; in model parallelism it is activations.
 #
 # One more rumour: *gathered fp16 weights are turned into fp32 for compute*. Where is which dtype?
@@ -756,7 +758,7 @@ for where, seen in dtypes.items():
     print(f"{where}:", *seen)
 
 # %% [markdown]
-# **The claim (C13), settled: false.** Compute runs in 16 bits, and so does the wire. fp32 is in one place, the optimizer's master shard, and after the step its rounding goes into the slice from which the next forward gathers. The other way round would cost twice the traffic.
+# **The claim, settled: false.** Compute runs in 16 bits, and so does the wire. fp32 is in one place, the optimizer's master shard, and after the step it is rounded to 16 bits into the slice from which the next forward gathers. The other way round would cost twice the traffic.
 #
 # Then it must be the same training.
 
@@ -873,10 +875,10 @@ print(*(f"{sum(mz.theory.memory(stage, 7.5e9, 64).values()) / 1e9:.1f}" for stag
 # - *How do you prove that it is data parallelism?* Compare each layer's output on a rank with one process's on the same rows: equal, in full width, for every layer. (Counting operations does not do: half the layers on all rows are as many.)
 #
 # **Wrong answers people give**
-# - *"Model parallelism: the model is split over the ranks."* Its storage is. Every rank computed 4 of 4 blocks (C01, question 8).
-# - *"It needs 16Ψ/N and nothing else."* At rest. While it works, the root and the largest unit are there in full (C11, question 6).
-# - *"44 GB, so a 48 GB card will do."* Those are model states only (C06, question 6).
-# - *"The weights are turned into fp32 for compute."* Compute and wire are bf16; fp32 is the optimizer's shard (C13, question 8).
+# - *"Model parallelism: the model is split over the ranks."* Its storage is. Every rank computed 4 of 4 blocks (question 8).
+# - *"It needs 16Ψ/N and nothing else."* At rest. While it works, the root and the largest unit are there in full (question 6).
+# - *"44 GB, so a 48 GB card will do."* Those are model states only (question 6).
+# - *"The weights are turned into fp32 for compute."* Compute and wire are bf16; fp32 is the optimizer's shard (question 8).
 #
 # **Your own project.** "I hooked every block on two CPU ranks: the outputs had full width, were equal to one process's on the same rows, and had nothing in common between the ranks."
 #
@@ -897,21 +899,21 @@ print(f"{seconds * speed / (6 * 7e9):,.0f}")
 # **What they want to find out.** Whether you can derive 3Ψ, and know what it must be compared with.
 #
 # **The full answer.** Per micro-step two all-gathers of the weights (forward, backward) and one reduce-scatter of the gradients, each Ψ(N−1)/N elements: 3Ψ(N−1)/N, in 16 bits 39.4 GB, where ZeRO-2 and DDP send 26.3. At 25 GB/s that is 1.6 s. Compute has to be longer if it is to hide it: 6Ψ operations a token, so at 400 TFLOP/s a micro-batch of 15,000 tokens
-# a GPU takes as long. Ψ drops out of this: 6Ψ bytes over the bandwidth against 6ΨT operations over the speed, so T is speed over bandwidth, times (N−1)/N. Below that, ZeRO-3 waits, however well it overlaps. More GPUs do not help: a rank sends 1.5Ψ on two, 2.95Ψ on 64, and never more than 3Ψ.
+# a GPU takes as long. Ψ drops out of this: 6Ψ bytes over the bandwidth against 6ΨT operations over the speed, so T is speed over bandwidth, times (N−1)/N. Below that, ZeRO-3 waits, however well it overlaps. More GPUs do not help: a rank sends 1.5Ψ on two, 2.95Ψ on 64 (2.96 with padding, question 7), and never more than 3Ψ.
 #
 # **In 30 seconds.** 3Ψ(N−1)/N elements, 1.5 times ZeRO-2's. 39 GB, 1.6 s at 25 GB/s. It hides behind compute if a GPU's micro-batch has more tokens than its speed divided by its bandwidth.
 #
 # **Follow-ups**
 # - *With 4 micro-batches?* 12Ψ against ZeRO-2's 5Ψ, 2.4 times. 157.5 GB, 6.3 s.
 # - *How could one send less?* Keep weights between forward and backward: 2Ψ, for 2Ψ bytes more. That is `reshard_after_forward=False` in FSDP2, which is its default for the root. Or gather within a node only, or in 8 bits (ZeRO++).
-# - *What else is there besides bandwidth?* Latency: three messages for each unit and micro-step, each waited for. That speaks for larger units, and memory speaks against.
+# - *What else is there besides bandwidth?* Latency: three messages for each unit and micro-step, two gathers, each waited for, and a reduction behind them. That speaks for larger units, and memory speaks against.
 #
 # **Wrong answers people give**
-# - *"Twice ZeRO-2."* 1.5 times with one backward a step; 2.0 and 2.4 with two and four (C02, question 7).
-# - *"Less than ZeRO-2, since every GPU only handles its part."* It sends its part to all others, and gets theirs (C03, question 7).
-# - *"O(Ψ/N), so it gets better with more GPUs."* 1.97 times as much from 2 to 64. Memory is what falls (C04, question 7).
+# - *"Twice ZeRO-2."* 1.5 times with one backward a step; 2.0 and 2.4 with two and four (question 7).
+# - *"Less than ZeRO-2, since every GPU only handles its part."* It sends its part to all others, and gets theirs (question 7).
+# - *"O(Ψ/N), so it gets better with more GPUs."* 1.97 times as much from 2 to 64. Memory is what falls (question 7).
 #
-# **Your own project.** "I counted elements on 2, 3 and 4 ranks, and on a fake group of 64: exactly 3P(N−1)/N in all of them."
+# **Your own project.** "I counted elements on 2 and 4 ranks, and on fake groups of 3 and 64: exactly 3P(N−1)/N in all of them."
 #
 # ### "What can deadlock in ZeRO-3 that could not in DDP, and how do you find it?"
 #
@@ -928,7 +930,7 @@ print(f"{seconds * speed / (6 * 7e9):,.0f}")
 # - *A model with experts?* Make all experts of a layer one unit, or gather them on all ranks, used or not; an expert without tokens gives zeros.
 #
 # **Wrong answers people give**
-# - *"If one rank fails, the job ends."* The others wait in their next collective. Out of memory on one rank is a hang on all others.
+# - *"If one rank fails, the job ends."* Only if its process ends, and somebody ends the others, as torchrun does. An exception that one rank catches (out of memory, skip the batch) is a hang on all others.
 # - *"The library checks that all ranks call the same."* Equal sizes are enough for it (question 5). `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares operations and shapes, and those *were* equal.
 # - *"Set a longer timeout."* A longer wait for the same end. Which rank is in which call?
 #

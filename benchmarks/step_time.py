@@ -6,6 +6,7 @@
 
 import argparse
 import gc
+import operator
 import statistics
 import time
 
@@ -128,17 +129,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps in a round; in the first the allocator finds its way back")
-    parser.add_argument("--batch", type=int, default=2, help="texts of 128 tokens, for each rank")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2], help="texts of 128 tokens, for each rank; a table for each")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    times = mz.launch(measure, options.ranks, options.rounds, options.steps, options.batch, timeout=1800, device=options.device)[0]
-    table = Table(title=f"{options.ranks} ranks, GPT of 4.8 M parameters, fp32, AdamW")
-    for column in ("engine", "ms a step, median", "over torch DDP, median of rounds"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for name, rounds in times.items():
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(rounds, times["torch DDP"], strict=True))
-        table.add_row(name, f"{1e3 * statistics.median(rounds):.0f}", f"{ratio:.2f}")
-    Console().print(table)
+    for batch in options.batch:
+        times = mz.launch(measure, options.ranks, options.rounds, options.steps, batch, timeout=1800, device=options.device)[0]
+        table = Table(title=f"{options.ranks} ranks, GPT of 4.8 M parameters, fp32, AdamW, batch {batch}", caption="medians of rounds")
+        for column in ("engine", "ms a step", "over torch DDP", "over FSDP2"):
+            table.add_column(column, justify="left" if column == "engine" else "right")
+        for name, rounds in times.items():
+            ratios = [statistics.median(map(operator.truediv, rounds, times[other])) for other in ("torch DDP", "torch FSDP2")]
+            table.add_row(name, f"{1e3 * statistics.median(rounds):.0f}", *(f"{ratio:.2f}" for ratio in ratios))
+        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -583,7 +583,8 @@ def memory_phases(
         x, y = at[name][totals[name].argmax()], totals[name].max() / size
         ax.plot(x, y, "o", color=colour, markersize=4, clip_on=False)
         offset, side = (-5, "right") if x > borders[-1] / 2 else (5, "left")
-        place = {"xytext": (offset, 5), "textcoords": "offset points", "ha": side, "weight": "bold", "color": colour}
+        above = -17 if name == last and len(runs) > 1 else 5  # in its own colours, where no other's line runs
+        place = {"xytext": (offset, above), "textcoords": "offset points", "ha": side, "weight": "bold", "color": colour}
         behind = {"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
         peaks.append(ax.annotate(f"{name}, peak {_number(y)} {unit}", (x, y), bbox=behind, **place))
     _head(figure, title, {_name(kind): Patch(color=COLOURS[kind]) for kind in kinds})
@@ -591,7 +592,7 @@ def memory_phases(
     wanted = [text.get_window_extent().y0 for text in peaks]
     heights = [text.get_window_extent().height for text in peaks]
     for text, had, y in zip(peaks, wanted, _spread(wanted, heights), strict=True):
-        text.set_position((text.xyann[0], 5 + (y - had) * 72 / figure.dpi))
+        text.set_position((text.xyann[0], text.xyann[1] + (y - had) * 72 / figure.dpi))
     return figure
 
 

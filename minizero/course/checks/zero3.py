@@ -75,11 +75,11 @@ def _total(memory, expected: float = math.inf) -> int:
     """Bytes that are there. Where more are there than expected it looks again: a thread of gloo's own lets go of a
     collective's tensors a moment after it is over."""
     gc.collect()
-    for _ in range(3):
-        if (total := memory.total) <= expected:
+    for pause in (0.01, 0.02, 0.04, 0.08, 0.16):
+        if memory.total <= expected:
             break
-        time.sleep(0.02)
-    return total
+        time.sleep(pause)
+    return memory.total
 
 
 def _up(numel: int, n: int) -> int:
@@ -111,6 +111,8 @@ def _nan_filled() -> Iterator[None]:
 
 
 _CAUSES = {  # what torch says -> what is wrong
+    "got (0))": "the buffer has no elements any more. A tensor's own resize_, or another .data, changes its shape, and frees nothing that others look into: the tensor stays, and its storage is resized",
+    "'NoneType' object has no attribute 'untyped_storage'": "the buffer is dropped, and who has a view of it keeps its memory: the tensor stays, and its storage is resized",
     "died": "a weight was used whose memory is gone: who has freed it too early, or not gathered it?",
     "storage of size 0": "a tensor is used whose memory is gone: resize_ first, and who reads it before?",
     "out of bounds for storage": "a storage is resized to a number of bytes, not of elements",
@@ -118,6 +120,7 @@ _CAUSES = {  # what torch says -> what is wrong
     "check failed": "a reduce_scatter takes P elements and gives S, an all_gather takes S and gives P: out first, in second, and the unit has to be padded",
     "invalid tensor size": "a reduce_scatter takes P elements and gives S, an all_gather takes S and gives P: out first, in second",
     "output tensor size": "a reduce_scatter takes P elements and gives S, an all_gather takes S and gives P: out first, in second, and the unit has to be padded",
+    "is being modified inplace": "autograd takes part in the gather, since shard_S (or what is gathered into) requires a gradient: gather from shard_S.detach() into the flat buffer",
     "a view of a leaf": "autograd watches parameters: work on param.data",
     "leaf variable": "autograd watches parameters: work on param.data",
     "modified by an inplace operation": "something was written to a parameter, and autograd has noticed: gather into the flat buffer, and touch no parameter",
@@ -143,6 +146,18 @@ def _params(shapes: Sequence[tuple], frozen: Sequence[int] = ()) -> list[nn.Para
 def _flat(tensors: Sequence[Tensor], n: int) -> Tensor:
     flat = torch.cat([each.detach().flatten() for each in tensors])
     return F.pad(flat, (0, _up(len(flat), n) - len(flat)))
+
+
+def _other_shards(flat_P: Tensor, n: int, rank: int) -> dict[str, Tensor]:
+    """The mistake of taking another rank's shard, for each of the others."""
+    return {f"that is rank {r}'s shard: rank r has the r-th": shard for r, shard in enumerate(flat_P.chunk(n)) if r != rank}
+
+
+def _as_called(answer: object) -> dict[str, str]:
+    """Nothing more is to say where the answer itself takes other arguments than those that it is called with. Goes before what a
+    "positional argument" means elsewhere."""
+    name = getattr(answer, "__qualname__", "") + ".__init__" * isinstance(answer, type)
+    return {f"{name}() {what}": "" for what in ("takes", "missing") if "<lambda>" not in name}
 
 
 def _place(tensor: Tensor, flat: Tensor) -> int | None:
@@ -189,7 +204,7 @@ def _sharded(answer, expect: Expect, text: str, n: int, shapes: list[tuple], fro
     for outcome in outcomes:
         rank, value = outcome.rank, outcome.value
         mistakes = {
-            "that is rank 0's shard: rank r has the r-th": flat_P.chunk(n)[0],
+            **_other_shards(flat_P, n, rank),
             "that is the whole buffer: a rank keeps its shard": flat_P,
             "the padding is cut off: every rank's shard has S elements": flat_P.chunk(n)[rank][: max(0, sum(map(torch.numel, params)) - rank * P // n)],
             "nothing was written into the shard": torch.zeros(P // n),
@@ -212,6 +227,9 @@ def _sharded(answer, expect: Expect, text: str, n: int, shapes: list[tuple], fro
         _check_sent(rank, sent, [], "to shard a unit, nothing has to be sent", equal_already)
 
 
+_EACH_PADDED = "each parameter is padded by itself: the whole is padded, once, at its end"
+
+
 def _check_flat(expect: Expect, outcome: Outcome, flat_P: Tensor, params: list[nn.Parameter], frozen: Sequence[int], n: int) -> None:
     rank, value, P = outcome.rank, outcome.value, len(flat_P)
     cause = "nothing is returned: a return is missing" if value["told"] == "None" else ""
@@ -221,6 +239,7 @@ def _check_flat(expect: Expect, outcome: Outcome, flat_P: Tensor, params: list[n
     )  # fmt: skip
     got, numel = value["flat"], sum(map(torch.numel, params))
     trainable = sum(param.numel() for i, param in enumerate(params) if i not in frozen)
+    each_padded = torch.cat([_flat([param], n) for param in params])
     cause = ""
     if got.shape != flat_P.shape:
         cause = {
@@ -229,6 +248,8 @@ def _check_flat(expect: Expect, outcome: Outcome, flat_P: Tensor, params: list[n
             P // n: "that is a shard, or the two are exchanged: flat_P comes first, and has all weights",
             numel + n - numel % n: "where the size is a multiple of N already, nothing has to be padded",
         }.get(got.numel(), "")
+        if not differ(got, each_padded, "", 0):
+            cause = _EACH_PADDED
         if frozen and got.numel() in (trainable, _up(trainable, n)):
             cause = "a frozen parameter is left out: its weight takes as much memory as any other, so it is sharded too"
     expect.that(
@@ -244,6 +265,7 @@ def _check_flat(expect: Expect, outcome: Outcome, flat_P: Tensor, params: list[n
                 "the padding stands in front: it comes at the end": flat_P.roll(P - numel),
                 "the padding was never written: torch.empty has in it what it finds": torch.cat([flat_P[:numel], torch.full((P - numel,), math.nan)]),
                 "the buffer has only zeros in it: the weights are not copied": torch.zeros(P),
+                _EACH_PADDED: each_padded,
             }.items()
             if differ(wrong, flat_P, "", 0)
         },
@@ -253,8 +275,12 @@ def _check_flat(expect: Expect, outcome: Outcome, flat_P: Tensor, params: list[n
         got=f"requires_grad has changed on rank {rank}",
     )  # fmt: skip
     expect.that(
-        not value["watched"], "flat_P and shard_S are plain memory", "requires_grad is False", f"it is True on rank {rank}",
-        "autograd would record the all-gather, or refuse it", "they are made of parameters, and so autograd has a hand in them: take param.data",
+        not value["computed"], "neither flat_P nor shard_S is computed from parameters, as autograd sees it", f"{value['computed']} has no grad_fn", f"it has one on rank {rank}",
+        "autograd holds on to what it is made of", "it is made of the parameters themselves: take param.data",
+    )  # fmt: skip
+    expect.that(
+        not value["needs a gradient"], "flat_P takes no part in autograd", "flat_P.requires_grad is False", f"it is True on rank {rank}",
+        "it is written to, again and again", "a gradient is required of shard_S, if at all: that is what an optimizer gets",
     )  # fmt: skip
     start = 0
     for i, param in enumerate(params):
@@ -310,7 +336,8 @@ def _shard_program(rank, answer, shapes, frozen):
         "shard": shard.clone(),
         "storage": shard.untyped_storage().nbytes(),
         "needs": [param.requires_grad for param in params],
-        "watched": flat.requires_grad or shard.requires_grad,
+        "computed": " and ".join(name for name, each in (("flat_P", flat), ("shard_S", shard)) if each.grad_fn is not None),
+        "needs a gradient": flat.requires_grad,
         "values": [param.clone() for param in params],
         "places": [_place(param, flat) for param in params],
     }
@@ -332,7 +359,7 @@ def _shard_program(rank, answer, shapes, frozen):
     ],
 )
 def gather_and_free(answer, expect):
-    """on 2 and 3 ranks: bytes held when made, while gather() runs, gathered, freed, and freed while autograd has views; weights old and new; gradients; one all_gather of P"""
+    """on 2 and 3 ranks: bytes held when made, while gather() runs, gathered, freed, and freed while autograd has views; weights old and new; updates of shard_S; gradients; one all_gather of P"""
     _gathered(answer, expect, "5 elements", 2, (1, 3))
     _gathered(answer, expect, "fewer elements than ranks", 3, ())
     _gathered(answer, expect, "1,320 elements", 3, (40, 31))
@@ -367,7 +394,9 @@ def _check_made(expect: Expect, outcome: Outcome, weights: list[Tensor], n: int,
     expect.that(
         isinstance(value["shard"], Tensor), "self.shard_S is this rank's shard", f"a tensor of {S} elements", f"{show(value['shard'])} on rank {rank}"
     )  # fmt: skip
-    expect.equal(value["shard"], _flat(weights, n).chunk(n)[rank], of=f"shard_S on rank {rank}", rule="shard_S has this rank's elements", tol=0)
+    flat_P = _flat(weights, n)
+    mistakes = _other_shards(flat_P, n, rank) | {"that is the whole buffer: a rank keeps its shard": flat_P}
+    expect.equal(value["shard"], flat_P.chunk(n)[rank], of=f"shard_S on rank {rank}", rule="shard_S has this rank's elements", tol=0, mistakes=mistakes)
     held, want = value["made"]["held"], _FLOAT * S
     cause = _HELD
     if value["made"]["there"]:
@@ -471,10 +500,15 @@ def _check_between(expect: Expect, outcome: Outcome, weights: list[Tensor], n: i
 
 
 def _check_anew(expect: Expect, outcome: Outcome, weights: list[Tensor], n: int, P: int) -> None:
-    """after an update of the shards"""
-    new = _updated(weights, n)
-    _check_weights(expect, outcome.rank, outcome.value["anew"], new, n, "after an update of shard_S", weights)
-    _check_gather(expect, outcome.rank, outcome.value["anew"], P)
+    """after an update of the shards, and after one more while the unit is gathered"""
+    new, rank, value = _updated(weights, n), outcome.rank, outcome.value
+    _check_weights(expect, rank, value["anew"], new, n, "after an update of shard_S", weights)
+    _check_gather(expect, rank, value["anew"], P)
+    updated = _flat(new, n).chunk(n)[rank]
+    expect.equal(
+        value["kept"], updated + 1, of=f"shard_S on rank {rank}, updated while gathered, after free()", rule="free() leaves shard_S alone", so="an update of shard_S is lost", tol=0,
+        mistakes={"free() changes shard_S back to what was gathered: the shard is always there, and the buffer is only a copy": updated},
+    )  # fmt: skip
 
 
 def _updated(weights: list[Tensor], n: int) -> list[Tensor]:
@@ -532,15 +566,17 @@ def _gathered_program(rank, answer, shapes):
         shard = unit.shard_S
         storages = {param.untyped_storage()._cdata for param in params}
         sliced = isinstance(shard, Tensor) and shard.untyped_storage()._cdata in storages
-        found = {"sliced": sliced, "made": state(0, freed), "shard": "a slice" if sliced else _as_is(shard)}
+        found = {"sliced": sliced, "made": state(0, freed), "shard": _of_shard(shard)}
         if sliced or not isinstance(shard, Tensor):
             return found
         before += shard.nbytes
         del shard  # it may be replaced
-        found["gathered"] = do(unit.gather)
+        found["gathered"] = do(unit.gather, full + freed)
         if not found["gathered"]["there"] or any(not complete for *_, complete in found["gathered"]["sent"]):
             return found  # what comes next could end the process
         found["freed"] = do(unit.free, freed)
+        if isinstance(_of_shard(unit.shard_S), str):
+            return found | {"sliced": True}
         unit.gather()
         if not state(0)["there"]:
             return found | {"gathered": state(0)}
@@ -556,8 +592,14 @@ def _gathered_program(rank, answer, shapes):
             out.sum().backward()
             found["grads"] = [*(param.grad for param in params), x.grad]
             unit.free()
-            unit.shard_S *= rank + 2
-            found["anew"] = do(unit.gather)
+            with torch.no_grad():  # shard_S may require a gradient
+                unit.shard_S.mul_(rank + 2)
+                found["anew"] = do(unit.gather)
+                unit.shard_S.add_(1)
+            unit.free()
+            found["kept"] = _of_shard(unit.shard_S)
+    if "kept" in found:
+        unit.gather()  # the meter has kept autograd from seeing what is sent
     return found
 
 
@@ -620,7 +662,7 @@ _FAILED = [*_unit("root", *_unit("0"), *_unit("1"))]  # block 1 raises
 )
 def hooks(answer, expect):
     """gather before and free after each forward, nested, in training and evaluation, after an exception, for twice used blocks; nothing in backward; inputs and outputs untouched"""
-    causes = {
+    causes = _as_called(answer) | {
         "missing 1 required positional argument: 'x'": "what a pre-hook returns takes the place of the inputs: return nothing",
         "positional argument": "torch hands a hook the module, its inputs and, after forward, its output; gather and free take none: call them in a function that takes these",
         "'NoneType' object is not callable": "gather() calls it at once, and registers what it returns: hand over a function",
@@ -667,17 +709,19 @@ def _hooked_otherwise(case: str, got: _Events, want: _Events) -> tuple[str, str]
         if "raises" in case:
             return so, "a forward hook is skipped when forward raises, unless it is registered with always_call=True (as is what stands after a call, unless in a finally)"
         if "no_grad" in case:
-            return so, "free() must not depend on gradients: an evaluation gathers as well"
+            return so, "free() must depend neither on gradients nor on the mode: an evaluation gathers as well"
         if "None" in case or "dict" in case:
             return so, "free() must not depend on what the output is"
         return so, "nothing frees after forward: a forward hook is the place, and a backward hook is not (an evaluation has no backward)"
     if not missing and "backward" in case:
         return "each gather is paid for, and nobody needs these weights", "a backward hook calls it: both belong to forward alone; when backward needs the weights is exercise 4"
+    if kinds_missing == {"gather", "free"} and not extra and "no_grad" in case:
+        return "forward would compute with weights that are gone", "in an evaluation the weights are gone as well: gather and free whatever the mode, and whether or not gradients are wanted"
     if kinds_missing == {"gather", "free"} and not extra:
         return "forward would compute with weights that are gone", "nothing runs before and after this forward: both hooks belong on the module itself, and stay for every call"
     if kinds_missing == {"gather"} and not extra:
         if "no_grad" in case:
-            return "forward would compute with weights that are gone", "gather() must not depend on gradients: an evaluation needs the weights as well"
+            return "forward would compute with weights that are gone", "gather() must depend neither on gradients nor on the mode: an evaluation needs the weights as well"
         return "forward would compute with weights that are gone", "something gathers only once: weights are freed after each forward, so each call needs them again"
     if not missing and not extra:
         before = [event for event in got if event.startswith(("gather", "forward", "free"))]
@@ -879,10 +923,13 @@ class _Looking(nn.Module):
 
     log: _Log | None = None
     name = ""
+    error: Exception | None = None  # what forward raises
 
     def forward(self, x: Tensor) -> Tensor:
         if self.log is not None:
             self.log.note("forward", self.name)
+        if self.error is not None:
+            raise self.error
         return _Passing.apply(self.compute(x), self.log, self.name)
 
 
@@ -996,9 +1043,10 @@ def _check_gradients(expect: Expect, outcomes: list[Outcome], step: int, history
             mistakes = {
                 "the ranks' gradients are summed, not averaged: divide the shard by the world size": (whole * n).chunk(n)[rank],
                 "the gradient is divided twice by the world size": (whole / n).chunk(n)[rank],
+                "the sum over the ranks is divided by 2, however many ranks there are: divide by the world size": (whole * n / 2).chunk(n)[rank],
                 "that is this rank's own gradient: nothing has come from the others": own[rank].chunk(n)[rank],
                 "this rank's own gradient is divided, and nothing has come from the others": (own[rank] / n).chunk(n)[rank],
-                "that is rank 0's shard: rank r has the r-th": whole.chunk(n)[0],
+                **_other_shards(whole, n, rank),
                 "that is the whole gradient: a rank keeps its shard": whole,
                 "grad_S was not set by this backward": None,
             }
@@ -1006,12 +1054,22 @@ def _check_gradients(expect: Expect, outcomes: list[Outcome], step: int, history
                 before = history[step - 1]["grads"][name]
                 mistakes["that is the gradient of the step before: is something counted, and never set back?"] = before.chunk(n)[rank]
                 mistakes["the gradient of the step before is still in it: each backward begins anew, .grad and grad_S"] = (before + whole).chunk(n)[rank]
-            if _same_elements([outcome.value["steps"][step]["grads"][name] for outcome in outcomes], whole):
+            if (factor := _factor(got, want)) is not None:
+                mistakes[f"every element is {show(factor)} times the right one: the mean is the sum over the ranks, divided by their number"] = got
+            elif _same_elements([outcome.value["steps"][step]["grads"][name] for outcome in outcomes], whole):
                 mistakes["the elements are right, and stand in another order than the weights: that of params, not that of arrival"] = got
             expect.equal(
                 got, want, of=f"grad_S of {_full(name)} on rank {rank}", tol=1e-5, so="this is another training run", mistakes=mistakes,
                 rule="after backward grad_S is this rank's shard of the mean gradient",
             )  # fmt: skip
+
+
+def _factor(got: object, want: Tensor) -> float | None:
+    """By which one factor `got` is off."""
+    if not isinstance(got, Tensor) or got.shape != want.shape or got.dtype != want.dtype or not want.any():
+        return None
+    factor = (got.flatten() @ want.flatten() / (want.flatten() @ want.flatten())).item()
+    return round(factor, 4) if factor and torch.allclose(got, factor * want, rtol=1e-4, atol=1e-6) else None
 
 
 def _same_elements(shards: Sequence[object], whole: Tensor) -> bool:
@@ -1049,7 +1107,7 @@ def _check_there(rank: int, this: dict, around: Sequence[str], rule: str, causes
 
 # --- 4. the whole unit --------------------------------------------------------------------------------------------
 
-_BEFORE_FORWARD = "gather() has to come before forward, each time: a forward pre-hook"
+_BEFORE_FORWARD = "gather() has to come before each forward, in evaluation as well: a forward pre-hook"
 _BEFORE_BACKWARD = "the weights are freed after forward, and backward needs them again: gather in a hook on the unit's output, which is called when its gradient is ready"
 _SMALL, _LARGE = (3, (2, 4)), (24, (24,) * 12)  # (width, of each block)
 
@@ -1068,7 +1126,7 @@ _SMALL, _LARGE = (3, (2, 4)), (24, (24,) * 12)  # (width, of each block)
     ],
 )
 def backward(answer, expect):
-    """two steps on 2 and 3 ranks against one process: gradients, order of events, which weights are there when, an evaluation; bytes held and their peak"""
+    """two steps on 2 and 3 ranks against one process: gradients, order of events, which weights are there when, an evaluation, a forward that raises; bytes held and their peak"""
     for n in (2, 3):
         _trained(answer, expect, n)
     _metered(answer, expect, 2)
@@ -1101,7 +1159,7 @@ def _trained(answer, expect: Expect, n: int) -> None:
     make = partial(_Net, width, inner)
     steps = 2
     expect.case(f"a root with {len(inner)} blocks", world_size=n)
-    outcomes = expect.run(_train_program, n, answer, make, steps, causes=_UNIT_CAUSES)
+    outcomes = expect.run(_train_program, n, answer, make, steps, causes=_as_called(answer) | _UNIT_CAUSES)
     history = _one_process(make, n, steps)
     names = list(_seeded(make).units())
     blocks = names[1:]
@@ -1112,6 +1170,12 @@ def _trained(answer, expect: Expect, n: int) -> None:
         expect.that(
             not sent, "to make the units, nothing has to be sent", "nothing", f"{', '.join(sent)} on rank {outcome.rank}", cause="the parameters are equal on all ranks already",
         )  # fmt: skip
+        for name, (_, params) in _seeded(make).units().items():
+            flat_P = _flat(params, n)
+            expect.equal(
+                outcome.value["shards"][name], flat_P.chunk(n)[outcome.rank], of=f"shard_S of {_full(name)} on rank {outcome.rank}", rule="shard_S has this rank's elements of the unit", tol=0,
+                mistakes=_other_shards(flat_P, n, outcome.rank) | {"it is a slice of the buffer, and has lost its memory with it: clone() it": _WITHOUT_MEMORY},
+            )  # fmt: skip
     for step in range(steps):
         expect.case(f"a root with {len(inner)} blocks, step {step + 1}", world_size=n)
         for outcome in outcomes:
@@ -1134,6 +1198,19 @@ def _trained(answer, expect: Expect, n: int) -> None:
         _check_gradients(expect, outcomes, step, history)
         for outcome in outcomes:
             _check_evaluated(expect, outcome, step, history, forward)
+            _check_failed(expect, outcome.rank, outcome.value["steps"][step])
+
+
+def _check_failed(expect: Expect, rank: int, this: dict) -> None:
+    """after a forward in which the last block has raised"""
+    expect.that(
+        this["heard of"], "the exception of a forward reaches the caller", "an exception", f"none on rank {rank}", cause="it is caught, and not raised again"
+    )  # fmt: skip
+    after = this["failed"]["after"]
+    expect.that(
+        not after, "after a forward that raises every unit is freed", "no unit is there", f"{_names(after)} on rank {rank}", "who catches the exception goes on with weights that stay in full",
+        "a forward hook is skipped when forward raises, unless it is registered with always_call=True (as in exercise 3)",
+    )  # fmt: skip
 
 
 def _check_evaluated(expect: Expect, outcome: Outcome, step: int, history: list[dict], forward: list[str]) -> None:
@@ -1156,7 +1233,7 @@ def _check_evaluated(expect: Expect, outcome: Outcome, step: int, history: list[
     after = this["evaluation"]["after"]
     expect.that(
         not after, "after an evaluation every unit is freed", "no unit is there", f"{_names(after)} on rank {rank}",
-        cause="free() must not depend on gradients: an evaluation gathers as well",
+        cause="free() must depend neither on gradients nor on the mode: an evaluation gathers as well",
     )  # fmt: skip
 
 
@@ -1237,7 +1314,9 @@ def _train_program(rank, answer, make, steps):
         log.add(name, params)
     with _nan_filled(), mz.record_traffic() as traffic, log:
         made = {name: answer(module, list(params)) for name, (module, params) in units.items()}
-        found = {"at the start": list(log.events), "steps": []}
+        found = {"at the start": list(log.events), "steps": [], "shards": {name: _of_shard(unit.shard_S) for name, unit in made.items()}}
+        if any(isinstance(shard, str) for shard in found["shards"].values()):
+            return found  # what comes next could end the process
         for name, (module, _) in units.items():
             module.log, module.name = log, name
         for batch in _rows(n, steps):
@@ -1260,13 +1339,37 @@ def _train_program(rank, answer, make, steps):
             with torch.no_grad():
                 for name, shard in shards.items():
                     shard -= _LR * made[name].grad_S
-                this["evaluation"], this["out"] = log.phase(lambda x=batch[0]: model(x))
+                this["evaluation"], this["out"] = log.phase(lambda x=batch[0]: model.eval()(x))
+            this["failed"], this["heard of"] = log.phase(lambda x=x: _failing(model.train(), x))
     return found
+
+
+def _failing(model: _Net, x: Tensor) -> bool:
+    """A forward in which the last block raises. Does the caller hear of it?"""
+    model.blocks[-1].error = bad_batch = ValueError("a bad batch")
+    try:
+        model(x)
+    except ValueError as error:
+        if error is not bad_batch:
+            raise
+        return True
+    finally:
+        model.blocks[-1].error = None
+    return False
 
 
 def _as_is(value: object) -> object:
     """To be compared later."""
     return value.detach().clone() if isinstance(value, Tensor) else value if value is None else show(value)
+
+
+_WITHOUT_MEMORY = "without memory"
+
+
+def _of_shard(shard: object) -> object:
+    """The same of a shard. Told in words where it has lost its memory: to read it would end the process."""
+    gone = isinstance(shard, Tensor) and shard.numel() > 0 and not shard.untyped_storage().nbytes()
+    return _WITHOUT_MEMORY if gone else _as_is(shard)
 
 
 def _metered(answer, expect: Expect, n: int) -> None:
@@ -1277,7 +1380,7 @@ def _metered(answer, expect: Expect, n: int) -> None:
     padded = {name: _up(sum(map(torch.numel, params)), n) for name, (_, params) in units.items()}
     P, root, total = padded["0"], padded["root"], sum(padded.values())
     expect.case(f"a root of {root:,} elements with {len(inner)} blocks of {P:,}", world_size=n)
-    outcomes = expect.run(_meter_program, n, answer, make, _FLOAT * total // n, causes=_UNIT_CAUSES)
+    outcomes = expect.run(_meter_program, n, answer, make, _FLOAT * total // n, causes=_as_called(answer) | _UNIT_CAUSES)
     for outcome in outcomes:
         rank, value = outcome.rank, outcome.value
         first, plain = value["steps"][0], value["plain"]
@@ -1287,12 +1390,12 @@ def _metered(answer, expect: Expect, n: int) -> None:
             held, want = this["after forward"] - this["before"], plain
             expect.that(
                 held <= want + slack, "between forward and backward no rank holds full weights", f"about {want:,} bytes more than before forward: activations",
-                f"{held:,} on rank {rank}", full, _MEMORY_FORWARD,
+                f"{held:,} on rank {rank}", full, _ACTIVATIONS if held - want < _FLOAT * P else _MEMORY_FORWARD,
             )  # fmt: skip
         held, want = first["after backward"] - first["before"], _FLOAT * total // n
         expect.that(
             held <= want + slack, "after backward a rank has its shards of the gradients, and nothing else has come", f"about {want:,} bytes more than before the step", f"{held:,} on rank {rank}",
-            full, "full gradients or weights are still held: by a .grad, a view (a grad_S that is a slice is one), or a name",
+            full, _ACTIVATIONS if held - want < _FLOAT * P else "full gradients or weights are still held: by a .grad, a view (a grad_S that is a slice is one), or a name",
         )  # fmt: skip
         for this in value["steps"]:
             peak, want = this["peak"] - this["before"], plain + _FLOAT * (total // n + 4 * (P + root)) + slack
@@ -1305,6 +1408,9 @@ def _metered(answer, expect: Expect, n: int) -> None:
 _MEMORY_FORWARD = (
     "the parameters have let go, but something still holds the weights: autograd, if the storage is not resized; or copies of them"
 )
+
+
+_ACTIVATIONS = "it is less than one block's weights: outputs or inputs of units are still held, by an attribute or by a hook's function"
 
 
 def _meter_program(rank, answer, make, shards):
@@ -1783,8 +1889,7 @@ def _mended(answer, expect: Expect, n: int) -> None:
             _check_events(rank, this["backward"]["events"], back, "backward gathers each unit once, and reduces the trained ones, as before", _mended_otherwise)
             after = this["backward"]["after"]
             expect.that(
-                not after, "after backward every unit is freed", "none is there", f"{_names(after)} on rank {rank}", "until the next forward the model is there in full",
-                "nobody frees a frozen block after its backward: on_gradient waits for gradients that never come",
+                not after, "after backward every unit is freed", "none is there", f"{_names(after)} on rank {rank}",  # no cause: it is asked for
             )  # fmt: skip
             _check_there(rank, this["backward"], [], "in backward only the unit whose turn it is is there", _mended_there)
             expect.equal(
@@ -1833,7 +1938,8 @@ def _mended_program(rank, answer, make, steps):
                 for each in made.values():
                     if isinstance(each.grad_S, Tensor) and each.grad_S.shape == each.weights_S.shape:
                         each.weights_S -= _LR * each.grad_S
-                this["evaluation"], _ = log.phase(lambda x=batch[0]: model(x))
+                this["evaluation"], _ = log.phase(lambda x=batch[0]: model.eval()(x))
+            model.train()
     return {"steps": found}
 
 

@@ -189,3 +189,53 @@ class NoFirst(Right):
 
     def backward(self, grad_P):
         self.sum_S += self.mean(grad_P)
+
+
+@wrong("the update is made in backward()")
+class UpdatesInBackward(Right):
+    """Takes each micro-batch off the weights at once."""
+
+    def backward(self, grad_P):
+        self.weights_S -= self.lr * self.mean(grad_P).float()
+
+    def step(self):
+        self.gather()
+
+
+@wrong("the weights are gathered in bf16")
+class GathersIn16Bits(Right):
+    """Casts the weights down before they travel."""
+
+    def gather(self):
+        gathered_P = torch.empty(len(self.weights_P), dtype=torch.bfloat16)
+        all_gather(gathered_P, self.weights_S.bfloat16())
+        self.weights_P.copy_(gathered_P)
+
+
+@wrong("a whole gradient is kept, or a whole sum")
+class KeepsAllIn16Bits(Right):
+    """Keeps a copy of the last gradient as it was."""
+
+    def backward(self, grad_P):
+        super().backward(grad_P)
+        self.last = grad_P.clone()
+
+
+@wrong("more shards are kept than that")
+class KeepsShards(Right):
+    """Keeps every micro-batch's shard until the step."""
+
+    def backward(self, grad_P):
+        mean_S = self.mean(grad_P).float()
+        self.kept = [*getattr(self, "kept", []), mean_S.clone(), mean_S.clone()]
+        self.sum_S = mean_S if self.sum_S is None else self.sum_S + mean_S
+
+
+@wrong("a whole gradient is kept, or a copy of all weights")
+class KeepsTheWeights(Right):
+    """Gathers into a tensor of its own, and keeps it."""
+
+    def gather(self):
+        self.gathered_P = torch.empty_like(self.weights_P)
+        all_gather(self.gathered_P, self.weights_S)
+        self.weights_P.copy_(self.gathered_P)

@@ -255,3 +255,91 @@ class FreedTooEarly(Right):
     def send(self, bucket):
         super().send(bucket)
         self.under_way[-1][2].untyped_storage().resize_(0)
+
+
+@wrong("the next bucket leaves first, and the one before is waited for afterwards")
+class LandsAfterwards(Right):
+    """Launches the next bucket, and lands the one before then: ZeRO-1's order."""
+
+    def launch(self):
+        before, self.under_way = self.under_way, []
+        self.send(self.buckets[self.launched])
+        now, self.under_way = self.under_way, before
+        before = None
+        self.land()
+        self.under_way = now
+        self.launched += 1
+
+
+@wrong("or a name in what launches the next")
+class KeepsAName(Right):
+    """Lands in launch(), where a name goes on referring to the bucket before."""
+
+    def launch(self):
+        if self.under_way:
+            work, grad_S, _flat_P = self.under_way.pop()
+            work.wait()
+            self.shards.append(grad_S / self.n)
+        self.send(self.buckets[self.launched])
+        self.launched += 1
+
+
+@wrong("rank 1 sends bucket 2 ahead of bucket 0")
+class InTheOrderOfArrival(Right):
+    """Launches whichever bucket is full, and returns each shard in its bucket's place."""
+
+    def on_gradient(self, param):
+        self.fill(param)
+        self.arrived.add(param)
+        if self.arrived.issuperset(self.bucket_of[param]["params"]):
+            self.launch_it(self.bucket_of[param])
+
+    def launch_it(self, bucket):
+        self.land()
+        self.send(bucket)
+        self.launched += 1
+        self.sent = [*getattr(self, "sent", []), bucket]
+
+    def finish(self):
+        for bucket in self.buckets:
+            if not any(bucket is each for each in getattr(self, "sent", [])):
+                self.launch_it(bucket)
+        self.land()
+        places = [next(place for place, each in enumerate(self.sent) if each is bucket) for bucket in self.buckets]
+        shards = [self.shards[place] for place in places]
+        self.arrived, self.launched, self.shards, self.sent = set(), 0, [], []
+        return shards
+
+
+@wrong("what has arrived is never cleared")
+class NeverClears(Right):
+    """Begins the count of buckets anew, and still believes that all gradients have arrived."""
+
+    def finish(self):
+        arrived = self.arrived
+        shards = super().finish()
+        self.arrived = arrived
+        return shards
+
+
+@wrong("the shards are made in __init__")
+class ShardsFromTheStart(Right):
+    """Makes the shards once, in __init__."""
+
+    def make(self, params):
+        bucket = super().make(params)
+        return bucket | {"grad_S": torch.zeros(bucket["P"] // self.n)}
+
+    def send(self, bucket):
+        flat_P = torch.zeros(bucket["P"]) if bucket["flat_P"] is None else bucket["flat_P"]
+        bucket["flat_P"] = None
+        self.under_way.append((reduce_scatter(bucket["grad_S"], flat_P, async_op=True), bucket["grad_S"], flat_P))
+
+
+@wrong("what is a multiple already gets no padding")
+class AlwaysPadded(Right):
+    """Adds a whole N of zeros where nothing is missing."""
+
+    def make(self, params):
+        bucket = super().make(params)
+        return bucket | {"P": (sum(param.numel() for param in params) // self.n + 1) * self.n}

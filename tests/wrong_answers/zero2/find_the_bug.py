@@ -9,7 +9,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def made(land="next", keep=True, divide=True, late=False, sync=False):
-    """`land`: when a bucket is waited for: when the "next" one leaves, at the "end", or "at once"."""
+    """`land`: when a bucket is waited for: when the "next" one leaves or "after" that, at the "end", "at once", or in the "same"
+    function that launches the next."""
 
     def backward(loss, buckets):
         world_size = dist.get_world_size()
@@ -18,6 +19,10 @@ def made(land="next", keep=True, divide=True, late=False, sync=False):
         def launch(bucket):
             if land == "next" and not late:
                 wait()
+            if land == "same" and under_way:
+                work, grad_S, flat_P = under_way.pop()
+                work.wait()
+                grad_S /= world_size
             flat = torch.cat([param.grad.flatten() for param in bucket])
             if late:
                 wait()
@@ -30,9 +35,11 @@ def made(land="next", keep=True, divide=True, late=False, sync=False):
             shards.append(grad_S)
             if land == "at once":
                 wait()
+            if land == "after":
+                wait(but=1)
 
-        def wait():
-            while under_way:
+        def wait(but=0):
+            while len(under_way) > but:
                 work, grad_S, flat_P = under_way.pop(0)
                 if work is not None:
                     work.wait()
@@ -69,3 +76,5 @@ wrong("unless it is given async_op=True", "d", made(land="at once", sync=True), 
 wrong("put together before the one under way has landed", "d", made(late=True), mistake="concatenates first, and waits then")
 wrong("a bucket that has landed is still there", "d", made(keep="for ever"), mistake="waits in time, and keeps the buckets in a list")
 wrong("the sum over the ranks is not divided", "d", made(divide=False), mistake="loses the division")
+wrong("or a name in what launches the next", "d", made(land="same"), mistake="waits in launch(), where a name still refers to the bucket before")
+wrong("the next bucket leaves first", "d", made(land="after"), mistake="waits for the bucket before when the next has left")

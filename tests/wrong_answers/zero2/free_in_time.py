@@ -201,3 +201,85 @@ class Collects(Right):
     def forget(self):
         super().forget()
         self.kept = []
+
+
+@wrong("the gradients are put together in launch()")
+class FillsInLaunch(Right):
+    """Leaves the gradients where they are until the bucket is launched."""
+
+    def fill(self, param):
+        pass
+
+    def launch(self):
+        for param in self.params:
+            if param.grad is not None:
+                super().fill(param)
+        super().launch()
+
+
+@wrong("the gradients are put together in launch()")
+class ConcatenatesInLaunch(Right):
+    """Keeps the gradients in a dict, and concatenates them when the bucket is launched."""
+
+    def fill(self, param):
+        self.kept = getattr(self, "kept", {})
+        self.kept[param], param.grad = param.grad.flatten(), None
+
+    def launch(self):
+        kept = getattr(self, "kept", {})
+        flat = torch.cat([kept.get(param, torch.zeros(param.numel())) for param in self.params])
+        self.kept = {}
+        self.flat_P = torch.nn.functional.pad(flat, (0, -len(flat) % self.n))
+        super().launch()
+
+
+@wrong("resize_() and torch.empty give memory with anything in it")
+class NotZeroed(Right):
+    """Gives the buffer memory again, with anything in it."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.whole_P = torch.zeros(self.S * self.n)
+        self.whole_P.untyped_storage().resize_(0)
+
+    def buffer(self):
+        storage = self.whole_P.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.whole_P.nbytes)
+        self.flat_P = self.whole_P
+        return self.flat_P
+
+    def forget(self):
+        self.whole_P.untyped_storage().resize_(0)
+
+
+@wrong("resize_() and torch.empty give memory with anything in it")
+class Empty(Right):
+    """Makes the buffer with torch.empty."""
+
+    def buffer(self):
+        if self.flat_P is None:
+            self.flat_P = torch.empty(self.S * self.n)
+        return self.flat_P
+
+
+@wrong("the shards are made in __init__")
+class ShardFromTheStart(Right):
+    """Makes the shard once, in __init__."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.grad_S = torch.zeros(self.S)
+
+    def launch(self):
+        self.buffer()
+        self.work = reduce_scatter(self.grad_S, self.flat_P, async_op=True)
+
+
+@wrong("what is a multiple already gets no padding")
+class AlwaysPadded(Right):
+    """Adds a whole N of zeros where nothing is missing."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.S = sum(param.numel() for param in params) // self.n + 1

@@ -83,3 +83,61 @@ def not_padded(buckets, world_size):
 def nothing(buckets, world_size):
     """Forgets to return it."""
     walk(buckets, world_size)
+
+
+@wrong("the bucket that leaves is still counted with the one before")
+def before_it_lands(buckets, world_size):
+    """Keeps bucket b − 1 when b leaves."""
+    most = so_far = last = 0
+    for numels in buckets:
+        S = -(-sum(numels) // world_size)
+        P = S * world_size
+        most = max(most, max(numels) + P + last + so_far, P + last + so_far + S)
+        so_far, last = so_far + S, P
+    return 4 * most
+
+
+@wrong("only the first gradient of each bucket is looked at")
+def first_gradient(buckets, world_size):
+    """Takes the first gradient for the largest."""
+    return walk(buckets, world_size, gradient=lambda numels: numels[0])
+
+
+@wrong("only the last gradient of each bucket is looked at")
+def last_gradient(buckets, world_size):
+    """Takes the last gradient for the largest."""
+    return walk(buckets, world_size, gradient=lambda numels: numels[-1])
+
+
+@wrong("all gradients of a bucket are counted beside its buffer")
+def all_at_once(buckets, world_size):
+    """Lets all gradients of a bucket arrive together."""
+    return walk(buckets, world_size, gradient=sum)
+
+
+def rounded(buckets, n, up):
+    most = so_far = last = 0
+    for numels in buckets:
+        P = up(sum(numels))
+        S = P // n
+        most = max(most, max(numels) + P + last + so_far, P + so_far + S)
+        so_far, last = so_far + S, P
+    return 4 * most
+
+
+@wrong("what is one already gets no padding")
+def always_padded(buckets, world_size):
+    """Adds a whole N of zeros where nothing is missing."""
+    return rounded(buckets, world_size, lambda numel: (numel // world_size + 1) * world_size)
+
+
+@wrong("P is rounded down")
+def rounded_down(buckets, world_size):
+    """Drops what does not divide by N."""
+    return rounded(buckets, world_size, lambda numel: numel // world_size * world_size)
+
+
+@wrong("a division with / gives a float")
+def a_float(buckets, world_size):
+    """Divides with /."""
+    return walk(buckets, world_size) / 1

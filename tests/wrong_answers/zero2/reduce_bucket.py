@@ -22,7 +22,7 @@ def scattered(flat_P):
 
 @wrong("right numbers, twice the bytes")
 def all_reduced(grads):
-    """All-reduces the bucket and takes a slice: claim C14."""
+    """All-reduces the bucket and takes a slice."""
     flat_P = bucket(grads)
     dist.all_reduce(flat_P)
     return (flat_P / dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank()].clone()
@@ -63,7 +63,7 @@ def padded_in_front(grads):
     return scattered(F.pad(flat, (-len(flat) % dist.get_world_size(), 0))) / dist.get_world_size()
 
 
-@wrong("P is the next multiple of N")
+@wrong("what is a multiple already gets no padding")
 def always_padded(grads):
     """Adds a whole N of zeros where nothing is missing."""
     flat, n = torch.cat([grad.flatten() for grad in grads]), dist.get_world_size()
@@ -139,3 +139,14 @@ def the_wrong_way_round(grads):
 def nothing(grads):
     """Forgets to return the shard."""
     scattered(bucket(grads)).div_(dist.get_world_size())
+
+
+@wrong("something writes into a gradient, or into a view of one")
+def divides_the_gradient(grads):
+    """Of a single gradient that needs no padding it makes no copy, and divides it in place."""
+    n = dist.get_world_size()
+    flat = grads[0].reshape(-1) if len(grads) == 1 else torch.cat([grad.reshape(-1) for grad in grads])
+    if len(flat) % n:
+        flat = F.pad(flat, (0, -len(flat) % n))
+    flat /= n
+    return scattered(flat)

@@ -15,7 +15,7 @@ class Right:
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         flat = torch.cat([param.data.flatten() for param in params])
         self.flat_P, start = F.pad(flat, (0, -len(flat) % self.n)), 0
-        self.shard_S = self.flat_P.chunk(self.n)[self.rank].clone()
+        self.shard_S = self.own()
         for param in params:
             param.data = self.flat_P[start : start + param.numel()].view_as(param)
             start += param.numel()
@@ -28,6 +28,9 @@ class Right:
         module.register_forward_pre_hook(lambda module, args: self.gather())
         module.register_forward_hook(lambda module, args, output: self.free(), always_call=True)
         module.register_forward_hook(self.await_backward)
+
+    def own(self):
+        return self.flat_P.chunk(self.n)[self.rank].clone()
 
     def gather(self):
         self.flat_P.untyped_storage().resize_(self.flat_P.nbytes)
@@ -274,3 +277,107 @@ class SliceOfTheGradient(Right):
         self.grad_S = grad_P.chunk(self.n)[self.rank]
         reduce_scatter(self.grad_S, grad_P.clone())
         self.grad_S /= self.n
+
+
+@wrong("always_call=True (as in exercise 3)")
+class NotAlways(Right):
+    """Frees in a forward hook that is skipped when forward raises."""
+
+    def place_hooks(self, module):
+        module.register_forward_pre_hook(lambda module, args: self.gather())
+        module.register_forward_hook(lambda module, args, output: self.free())
+        module.register_forward_hook(self.await_backward)
+
+
+@wrong("in evaluation as well")
+class GathersInTraining(Right):
+    """Gathers in training mode only."""
+
+    def place_hooks(self, module):
+        module.register_forward_pre_hook(lambda module, args: self.gather() if module.training else None)
+        module.register_forward_hook(lambda module, args, output: self.free(), always_call=True)
+        module.register_forward_hook(self.await_backward)
+
+
+@wrong("the exception of a forward reaches the caller")
+class Swallows(Right):
+    """Wraps forward, and keeps its exception to itself."""
+
+    def place_hooks(self, module):
+        super().place_hooks(module)
+        forward = module.forward
+
+        def wrapped(x):
+            try:
+                return forward(x)
+            except ValueError:
+                return x
+
+        module.forward = wrapped
+
+
+@wrong("that is rank 1's shard")
+class NextGradient(Right):
+    """Rolls the gradient by a shard: each rank gets its neighbour's."""
+
+    def flat_gradient(self):
+        return super().flat_gradient().roll(-len(self.shard_S))
+
+
+@wrong("that is rank 1's shard")
+class ReversedShards(Right):
+    """Hands out the shards of the weights from the last to the first."""
+
+    def own(self):
+        return self.flat_P.chunk(self.n)[-1 - self.rank].clone()
+
+
+@wrong("lost its memory with it")
+class SliceOfTheWeights(Right):
+    """Keeps a view of the buffer for a shard."""
+
+    def own(self):
+        return self.flat_P.chunk(self.n)[self.rank]
+
+
+@wrong("however many ranks there are")
+class DividesByTwo(Right):
+    """Divides the sum by 2, on 3 ranks as well."""
+
+    def reduce(self):
+        super().reduce()
+        self.grad_S *= self.n / 2
+
+
+@wrong("every element is 0.25 times the right one")
+class DividesByRows(Right):
+    """Divides by the rows of a whole batch as well."""
+
+    def reduce(self):
+        super().reduce()
+        self.grad_S /= 4
+
+
+@wrong("outputs or inputs of units are still held")
+class KeepsOutputs(Right):
+    """Keeps each unit's output and input for later."""
+
+    def await_backward(self, module, args, output):
+        self.args, self.output = args, output
+        super().await_backward(module, args, output)
+
+
+@wrong("A tensor's own resize_")
+class ResizesTheTensor(Right):
+    """Resizes the tensor, not its storage."""
+
+    def free(self):
+        self.flat_P.resize_(0)
+
+
+@wrong("it is called as ShardedUnit(module, params)")
+class TakesParams(Right):
+    """Takes what exercise 2's Unit takes."""
+
+    def __init__(self, params):
+        super().__init__(torch.nn.Identity(), params)

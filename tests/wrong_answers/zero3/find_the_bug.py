@@ -81,7 +81,7 @@ wrong("a forward hook frees every unit", "a", mended(), mistake="says that nothi
 wrong("their outputs require a gradient", "b", mended(), mistake="says that frozen blocks are gathered once")
 wrong("frozen weights do not change", "d", mended(), mistake="says that weights are stale")
 wrong("for trained parameters only", "e", mended(), mistake="says that frozen blocks are reduced")
-wrong("waits for gradients that never come", "c", mended(by="nothing"), mistake="mends nothing")
+wrong("after backward every unit is freed", "c", mended(by="nothing"), mistake="mends nothing")
 wrong("as soon as the gradient of its input is ready", "c", mended(by="the end"), mistake="frees when backward has ended")
 wrong("they have to be gathered again", "c", mended(by="no gather"), mistake="does not gather frozen blocks for backward")
 wrong("freed after forward as well", "c", mended(by="no gather", after=False), mistake="keeps frozen blocks whole from forward to backward")

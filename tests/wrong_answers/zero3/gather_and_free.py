@@ -14,7 +14,7 @@ class Right:
         flat = torch.cat([param.data.flatten() for param in params])
         self.flat_P = F.pad(flat, (0, -len(flat) % self.n))
         self.shapes = [param.shape for param in params]
-        self.shard_S = self.flat_P.chunk(self.n)[self.rank].clone()
+        self.shard_S = self.own()
         self.show()
         self.free()
 
@@ -23,6 +23,9 @@ class Right:
         for param, shape in zip(self.params, self.shapes, strict=True):
             param.data = self.flat_P[start : start + shape.numel()].view(shape)
             start += shape.numel()
+
+    def own(self):
+        return self.flat_P.chunk(self.n)[self.rank].clone()
 
     def gather(self):
         self.flat_P.untyped_storage().resize_(self.flat_P.nbytes)
@@ -190,3 +193,63 @@ class ReadsFreed(Right):
     def free(self):
         super().free()
         self.checksum = self.flat_P + 1
+
+
+@wrong("A tensor's own resize_")
+class ResizesTheTensor(Right):
+    """Resizes the tensor, not its storage."""
+
+    def free(self):
+        self.flat_P.resize_(0)
+
+
+@wrong("or another .data")
+class EmptiesTheTensor(Right):
+    """Gives the buffer an empty .data."""
+
+    def free(self):
+        self.flat_P.data = torch.empty(0)
+
+
+@wrong("the buffer is dropped")
+class DropsTheBuffer(Right):
+    """Sets the buffer's name to None."""
+
+    def free(self):
+        self.flat_P = None
+
+
+@wrong("free() changes shard_S back")
+class WritesTheShard(Right):
+    """Takes this rank's shard out of the buffer before it is freed: an update of shard_S is undone."""
+
+    def free(self):
+        storage = self.flat_P.untyped_storage()
+        if storage.nbytes():
+            self.shard_S.copy_(self.flat_P.chunk(self.n)[self.rank])
+        storage.resize_(0)
+
+
+@wrong("shard_S is a slice of the buffer")
+class SliceOnceGathered(Right):
+    """Makes the shard a view of the buffer when it is gathered."""
+
+    def gather(self):
+        super().gather()
+        self.shard_S = self.flat_P.chunk(self.n)[self.rank]
+
+
+@wrong("that is rank 1's shard")
+class NextShard(Right):
+    """Keeps the next rank's shard."""
+
+    def own(self):
+        return self.flat_P.chunk(self.n)[(self.rank + 1) % self.n].clone()
+
+
+@wrong("gather from shard_S.detach()")
+class SendsWithAutograd(Right):
+    """Gathers from a shard that requires a gradient: autograd takes part."""
+
+    def own(self):
+        return super().own().requires_grad_()

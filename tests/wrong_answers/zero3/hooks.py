@@ -133,3 +133,16 @@ def frees_too_early(module, gather, free):
         free()
 
     module.register_forward_pre_hook(before)
+
+
+@wrong("gather and free whatever the mode")
+def in_training(module, gather, free):
+    """Gathers and frees in training mode only."""
+    module.register_forward_pre_hook(lambda module, args: gather() if module.training else None)
+    module.register_forward_hook(lambda module, args, output: free() if module.training else None, always_call=True)
+
+
+@wrong("it is called as place_hooks(module, gather, free)")
+def takes_the_module(module):
+    """Takes other arguments than those that it is called with."""
+    module.register_forward_pre_hook(lambda module, args: module.gather())

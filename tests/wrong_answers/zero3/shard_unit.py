@@ -129,3 +129,30 @@ def exchanged(params):
     flat_P = flatten(params)
     move(params, flat_P)
     return own(flat_P), flat_P
+
+
+@wrong("that is rank 1's shard")
+def reversed_shards(params):
+    """Hands out the shards from the last to the first."""
+    flat_P = flatten(params)
+    move(params, flat_P)
+    return flat_P, flat_P.chunk(dist.get_world_size())[-1 - dist.get_rank()].clone()
+
+
+@wrong("the whole is padded, once")
+def pads_each(params):
+    """Pads each parameter by itself."""
+    flat_P = torch.cat([flatten([param]) for param in params])
+    start = 0
+    for param in params:
+        param.data = flat_P[start : start + param.numel()].view_as(param)
+        start += len(flatten([param]))
+    return flat_P, own(flat_P)
+
+
+@wrong("a gradient is required of shard_S, if at all")
+def requires_a_gradient(params):
+    """Lets the buffer require a gradient."""
+    flat_P = flatten(params)
+    move(params, flat_P)
+    return flat_P.requires_grad_(), own(flat_P.data).requires_grad_()
