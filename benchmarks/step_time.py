@@ -6,9 +6,13 @@
 
 import argparse
 import gc
+import importlib.util
+import logging
 import operator
+import os
 import statistics
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -69,9 +73,35 @@ def torch_fsdp2(model, optimizer):
     return step
 
 
-def ours(engine_class):
+def deepspeed_3(model, optimizer):
+    """DeepSpeed's stage 3. Without `gradient_clipping: 0.0` it clips at 1.0, and trains another model."""
+    import deepspeed
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # it calls torch.distributed's collectives by their old names
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step(x, y):
+        engine.backward(engine(x, y))
+        engine.step()
+
+    return step
+
+
+def has_deepspeed() -> bool:
+    """It is no requirement: pip install deepspeed, and it takes part."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def ours(engine_class, **keywords):
     def build(model, optimizer):
-        engine = engine_class(model, optimizer)
+        engine = engine_class(model, optimizer, **keywords)
 
         def step(x, y):
             engine.backward(engine(x, y))
@@ -91,12 +121,19 @@ CONTESTANTS = {
     "minizero Zero2": ours(mz.Zero2),
     "torch FSDP2": torch_fsdp2,
     "minizero Zero3": ours(mz.Zero3),
+    "minizero Zero3Prefetch": ours(mz.Zero3Prefetch),
+    "minizero Zero3Offload": ours(mz.Zero3Offload),
 }
+if has_deepspeed():
+    CONTESTANTS["DeepSpeed 3"] = deepspeed_3
 
 
 def measure(rank: int, rounds: int, steps: int, batch: int) -> dict[str, list[float]]:
     """Seconds a step, one figure a round, for each contestant; the slowest rank's."""
     world_size = dist.get_world_size()
+    if has_deepspeed():  # which asks its launcher's variables, and tells of everything
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "DS_ACCELERATOR": mz.device().type}
+        logging.disable(logging.WARNING)
     contestants = {}
     for name, build in CONTESTANTS.items():
         torch.manual_seed(0)

@@ -107,6 +107,9 @@ PICTURES = {
     "log": lambda: plots.curve([1e7, 1e8, 1e9], {"DDP": [5, 3, 2], "ZeRO-3": [9, 4, 2]}, "bytes/s", "s", log_x=True),
     "phases": lambda: plots.memory_phases(PHASES, RUNS, "One step"),
     "peaks side by side": lambda: plots.memory_phases(PHASES, dict.fromkeys(("DDP", "a", "b"), RUNS["ZeRO-2"])),
+    "measured": lambda: plots.predicted(
+        [1e7, 1e8, 1e9], {"DDP": [5, 3, 2], "ZeRO-3": [9, 4, 2]}, [2e7, 5e8], {"ZeRO-3": [8, 2.5]}, "bytes/s", "s", log_x=True
+    ),
     "score": lambda: plots.score(MUSIC, "One step of ZeRO-3"),
     "score of one unit": lambda: plots.score([("gather", "root"), ("forward", "root"), ("free", "root")]),
 }
@@ -554,3 +557,23 @@ def test_an_event_that_is_no_note_is_refused():
         plots.score([("step", "root")])
     with pytest.raises(ValueError, match="events is empty"):
         plots.score([])
+
+
+# Prediction -------------------------------------------------------------------------------------------------------
+
+
+def test_a_measurement_is_a_dot_in_its_lines_colour_and_inside_the_picture():
+    figure = plots.predicted([1, 2], {"a": [1, 1], "b": [1, 2]}, [1, 2], {"b": [1.5, 7]}, "N", "s")
+    _, line, dots = figure.axes[0].lines
+    assert dots.get_xydata().tolist() == [[1, 1.5], [2, 7]]
+    assert (dots.get_linestyle(), dots.get_color()) == ("None", line.get_color())
+    assert figure.axes[0].get_ylim()[1] > 7
+    low, high = (text.get_window_extent() for text in figure.axes[0].texts)
+    assert high.y0 > low.y1
+
+
+def test_a_measurement_without_its_prediction_or_its_place_is_refused():
+    with pytest.raises(ValueError, match=r"measured \['c'\], which no line predicts"):
+        plots.predicted([1], {"a": [1]}, [1], {"c": [1]}, "N", "s")
+    with pytest.raises(ValueError, match="'a' has 1 measurements at 2 points"):
+        plots.predicted([1], {"a": [1]}, [1, 2], {"a": [1]}, "N", "s")

@@ -646,3 +646,37 @@ def score(events: Sequence[tuple[str, str]], title: str = "") -> Figure:
     key = {what: Patch(**look) for what, look in looks.items() if any(what == each for each, _ in events)}
     _head(figure, title, key)
     return figure
+
+
+# --- what was computed, and what was found ----------------------------------------------------------
+
+
+@_in_style
+def predicted(
+    xs: Sequence[float], lines: Mapping[str, Sequence[float]], at: Sequence[float], dots: Mapping[str, Sequence[float]],
+    xlabel: str, ylabel: str, title: str = "", log_x: bool = False,
+) -> Figure:  # fmt: skip
+    """A model beside measurements: the lines of curve(), name -> ys over xs [n], and a dot wherever it was measured.
+
+    dots: name -> ys over at [m]; the names are those of lines
+    """
+    if dots.keys() - lines.keys():
+        raise ValueError(f"measured {sorted(dots.keys() - lines.keys())}, which no line predicts")
+    for name, ys in dots.items():
+        if len(ys) != len(at):
+            raise ValueError(f"{name!r} has {len(ys)} measurements at {len(at)} points: give one for each")
+    figure = curve(xs, lines, xlabel, ylabel, title, log_x)
+    ax = figure.axes[0]
+    for name, line in zip(lines, list(ax.lines), strict=True):
+        if name in dots:
+            ax.plot(at, dots[name], "o", color=line.get_color(), markersize=5, markeredgecolor="white", clip_on=False)
+    highest = max((y for ys in dots.values() for y in ys), default=0) * 1.08
+    ax.set_ylim(0, max(highest, ax.get_ylim()[1]))
+    for text in ax.texts:
+        text.set_position((6, 0))
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    apart = _spread([box.y0 for box in boxes], [box.height for box in boxes])
+    for text, box, y in zip(ax.texts, boxes, apart, strict=True):
+        text.set_position((6, (y - box.y0) * 72 / figure.dpi))
+    return figure
