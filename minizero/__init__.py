@@ -1,4 +1,4 @@
-"""ZeRO from scratch: DDP and ZeRO-1, 2 and 3, on real ranks."""
+"""ZeRO from scratch: DDP, ZeRO-1, 2 and 3, prefetch and offload, on real ranks."""
 
 from minizero.ddp import DDP
 from minizero.lens import theory

@@ -69,8 +69,7 @@ class Timeline:
     def segments(self, what: str) -> list[tuple[str, float]]:
         """(unit, seconds) in which this rank computed in its "forward" or "backward", in order: what theory.schedule() takes.
         Waiting is left out; all else between a unit's beginning and its end belongs to the innermost unit."""
-        spans = self.of(what)
-        waits = self.of("wait")
+        spans, waits = ([event for event in self.of(kind) if event.end is not None] for kind in (what, "wait"))
         marks = sorted({moment for span in spans for moment in (span.start, span.end)})
         found: list[tuple[str, float]] = []
         for start, end in zip(marks, marks[1:], strict=False):

@@ -363,6 +363,7 @@ class Watch:
         """Forget what an interrupt may have left behind: outside of forward and backward nothing is in use."""
         while self._running:
             call = self._running.pop()
+            spans.end(call.span)
             if call.hooks is not None:
                 call.hooks.__exit__()
             self._listener()._leave_forward(call.unit)
