@@ -1,13 +1,14 @@
 """Offload: a rank's shard of the optimizer lives on the host, and is updated there.
 
-                                   device, bytes per rank        host          copied, bytes a step
-    ZeRO-3                         16Ψ/N                         -             -
-    offload, optimizer             4Ψ/N   weights, gradients     12Ψ/N         2 down + 2 up, times Ψ/N
-    offload, optimizer, params     2Ψ/N   gradients              14Ψ/N         2 down + 4 up, times Ψ/N
+                                   device, bytes per rank          host                        copied, bytes a step
+    ZeRO-3                         16Ψ/N                           -                           -
+    offload, optimizer             4Ψ/N   weights, gradients       12Ψ/N   Adam, master        (2 down + 2 up) Ψ/N
+    offload, optimizer, params     2Ψ/N   gradients                14Ψ/N   and weights         (2 down + 4 up) Ψ/N
 
-Gradients go down, since Adam needs them, and weights come up: 2 bytes each in 16 bits. Nothing less would do: of the
-states that a step reads and writes, these are the smallest. With G micro-steps gradients go down G times, and offloaded weights
-come up twice in each. Ren et al. 2021 (ZeRO-Offload), sections 4 and 5.2 (delayed update); Rajbhandari et al. 2021 (ZeRO-Infinity).
+in 16 bits, after backward; 2Ψ/N more on the host are gradients that have come down for the step. Gradients go down, since Adam
+needs them, and weights come up: 2 bytes each. Nothing less would do: of all that a step reads and writes, these are the
+smallest. With G micro-steps gradients go down G times, and offloaded weights come up twice in each. Ren et al. 2021
+(ZeRO-Offload), sections 3 and 5.2 (delayed update); Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.
 """
 
 from __future__ import annotations

@@ -28,12 +28,15 @@ def changes(old: type, new: type) -> Diff:
     """From one step to another, `changes(mz.DDP, mz.Zero1)`: every function that differs, whole, with its lines marked
     - where they go and + where they come.
 
-    Compared are the classes of the two modules, down to the steps themselves. What stands below is no part of the step, and
-    a class that the new module imports from the old one has not changed.
+    Compared are the classes of the two modules, down to the steps themselves. What stands below is no part of the step.
+    A class that the new module imports from the old one has not changed; of a step that derives from the old one, what it says
+    itself is what comes.
     Docstrings of classes (they explain arguments), imports and comments between functions are left out.
     """
     before, after = _parts(old), _parts(new)
     kept = {part for part in before if part not in after and hasattr(inspect.getmodule(new), part.partition(".")[0])}
+    if issubclass(new, old) and new is not old:  # it has all of the old step, and calls what it goes beyond
+        kept = before.keys() - {""}
     before = {part: lines for part, lines in before.items() if part not in kept}
     lines = [f"--- {_path(old)}", f"+++ {_path(new)}"]
     in_order = (line[2:] for line in difflib.ndiff(list(before), list(after)) if line[0] != "?")
