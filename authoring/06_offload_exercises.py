@@ -7,13 +7,13 @@
 #
 # This machine may have no GPU, so the two sides are an agreement. `weights_S` and `grad_S` are on the
 # *device*, `master_S` is on the *host*, and so is what `torch.empty(n, dtype=…)` and its like make; what is
-# made out of a tensor (`clone`, `+`, `empty_like`) is on its side. **Only the link goes across**: `link.copy(to,
-# source)` begins to copy and returns an object with `wait()`; both tensors have one shape and one dtype. The
-# checks watch each operation: one that mixes the sides is refused, as on a GPU. So is one that reads
-# what has not arrived, or writes to what is still on its way.
+# made out of a tensor (`clone`, `+`, `empty_like`) is on its side. **Only the link goes across**:
+# `link.copy(to, source)` begins to copy and returns an object with `wait()`; both tensors have one shape and
+# one dtype. The checks watch each operation: one that mixes the sides is refused, as on a GPU. So is one
+# that reads what has not arrived, or writes to what is still on its way.
 #
-# A real link moves the bytes some time between the two calls. The one below keeps that promise as meanly as it
-# can, in `wait()`, and so does `Host`, for work that runs beside the device (exercise 5).
+# A real link moves the bytes some time between the two calls. The one below keeps that promise as meanly as
+# it can, in `wait()`, and so does `Host`, for work that runs beside the device (exercise 5).
 
 # %%
 import torch
@@ -53,15 +53,17 @@ class Host:
 # %% [markdown]
 # ## 1. Adam on the host
 #
-# `CpuAdam(lr, betas, eps, weight_decay)` is made once for all units of a rank. `step(unit, master_S, grad_S)`
-# is one AdamW step (`torch.optim.AdamW`, to 1e-6) on one unit, named by a string: it updates the fp32
-# `master_S` in place. `grad_S` may be in 16 bits, and stays as it is. Write the formulas; no `torch.optim`.
+# `CpuAdam(lr, betas, eps, weight_decay)` is made once for all units of a rank. `step(unit, master_S,
+# grad_S)` is one AdamW step (`torch.optim.AdamW`, to 1e-6) on one unit, named by a string: it updates the
+# fp32 `master_S` in place. `grad_S` may be in 16 bits, and stays as it is. Write the formulas; no
+# `torch.optim`.
 #
-# Moments are fp32, 8 bytes for each element of a unit that has been updated. A unit that had no gradient misses a
-# step, so each has **its own count**. Decay comes first and is decoupled: master × (1 − lr · weight_decay).
+# Moments are fp32, 8 bytes for each element of a unit that has been updated. A unit that had no gradient
+# misses a step, so each has **its own count**. Decay comes first and is decoupled: master × (1 − lr ·
+# weight_decay).
 #
-# Example: master 1, gradient 0.5, lr 0.1, no decay. m = 0.05 and v = 0.00025 become 0.5 and 0.25 by the
-# bias correction, and the first step is lr · 0.5 / √0.25: the master is 0.9, whatever the gradient's size.
+# Example: master 1, gradient 0.5, lr 0.1, no decay. m = 0.05 and v = 0.00025 become 0.5 and 0.25 by the bias
+# correction, and the first step is lr · 0.5 / √0.25: the master is 0.9, whatever the gradient's size.
 #
 # Checked in one process: each of these against torch's, over several steps; bytes held; two at a time.
 
@@ -73,7 +75,7 @@ class CpuAdam:
         ### BEGIN SOLUTION
         # Why so: units come one at a time, each with its moments and its count, so the state is a table with a row for each unit. The count belongs
         # in the row: the bias correction says how many gradients are in these moments, not how often the optimizer was called.
-        # The usual mistake: zeros_like(grad_S). What comes over the link has 16 bits, and so the moments get 16: in bf16 v stops to change after
+        # The usual mistake: zeros_like(grad_S). What comes over the link has 16 bits, and so the moments get 16: in bf16 v stops changing after
         # some steps, since 0.001 of it is less than half of its last digit.
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.state = {}
@@ -100,13 +102,13 @@ check("offload.cpu_adam", CpuAdam)
 # %% [markdown]
 # ## 2. Copy and wait
 #
-# One step of one shard. On the device are `weights_S` and `grad_S`, of one dtype, bf16 or fp32; on the host is
-# the fp32 `master_S`. `update(master_S, grad)` changes `master_S` in place, with a gradient on the host, of
-# either dtype: it stands for exercise 1.
+# One step of one shard. On the device are `weights_S` and `grad_S`, of one dtype, bf16 or fp32; on the host
+# is the fp32 `master_S`. `update(master_S, grad)` changes `master_S` in place, with a gradient on the host,
+# of either dtype: it stands for exercise 1.
 #
 # `offload_step(link, weights_S, grad_S, master_S, update)` brings the gradient down, updates, and sends the
-# weights up, rounded to their dtype. When it returns, the new weights are there, `grad_S` is zero for the next
-# backward, and nothing is under way.
+# weights up, rounded to their dtype. When it returns, the new weights are there, `grad_S` is zero for the
+# next backward, and nothing is under way.
 #
 # Example: weights 1, gradient 2, and an update that subtracts it. Down goes 2, up goes −1; afterwards
 # `weights_S` and `master_S` are −1 and `grad_S` is 0.
@@ -136,15 +138,15 @@ check("offload.copy_and_wait", offload_step)
 # ## 3. Overlap
 #
 # Many units now: `unit.weights_S`, `unit.grad_S` (device) and `unit.master_S` (host, fp32). In backward
-# `on_gradient(unit)` is called when the unit's gradient is ready, and its copy leaves, while backward goes on.
-# Then `step(update)` goes through these units in the same order, and no others:
+# `on_gradient(unit)` is called when the unit's gradient is ready, and its copy leaves, while backward goes
+# on. Then `step(update)` goes through these units in the same order, and no others:
 #
-# - it waits for a gradient right before `update(unit, grad)`, when those after it may still be on their way;
+# - it waits for a gradient right before `update(unit, grad)`, which changes `unit.master_S`, and not before;
 # - a unit's new weights leave right after its update, and travel while the next is updated;
 # - at most two of these copies up are under way at a time, and none when it returns.
 #
-# Example, units 1 and 0: `on_gradient` begins down 1, then down 0. `step`: wait down 1, update 1, begin up 1, wait
-# down 0, update 0 (up 1 is under way), begin up 0, wait for both.
+# Example, units 1 and 0: `on_gradient` begins down 1, then down 0. `step`: wait down 1, update 1, begin up
+# 1, wait down 0, update 0 (up 1 is under way), begin up 0, wait for both.
 #
 # Checked in one process: values; copies; what is under way at each update; a unit without a gradient.
 
@@ -190,15 +192,16 @@ check("offload.overlap", Overlap)
 # ## 4. The 4-byte budget
 #
 # `Budget(link, weights_S)` is made once; it takes its fp32 master from the bf16 `weights_S`. Then come
-# micro-batches. `on_gradient(grad_S)`: a micro-batch's bf16 gradient is on the device, and the next one is written
-# into the same `grad_S` as soon as this returns. On the host they are summed in fp32. `step(update)` calls
-# `update(master_S, sum_S)`, both fp32, sends the weights up, and the next sum begins at zero.
+# micro-batches. `on_gradient(grad_S)`: a micro-batch's bf16 gradient is on the device, and the next one is
+# written into the same `grad_S` as soon as this returns. On the host they are summed in fp32. `step(update)`
+# calls `update(master_S, sum_S)`, both fp32, sends the weights up, and the next sum begins at zero.
 #
-# The budget for each parameter of the shard: 2 bytes down for each micro-batch, 2 bytes up for each step, and no new
-# memory on the device. So with one micro-batch 4 bytes cross. (The first master may cost 2 more, once.)
+# The budget for each parameter of the shard: 2 bytes down for each micro-batch, 2 bytes up for each step,
+# and no new memory on the device. So with one micro-batch 4 bytes cross. (The first master may cost 2 more,
+# once.)
 #
-# Example: gradients 256 and 1, an update that subtracts the sum, weight 1. In bf16 256 + 1 is 256; on the host
-# the sum is 257, the master −256, and this is sent up. 6 bytes have crossed.
+# Example: gradients 256 and 1, an update that subtracts the sum, weight 1. In bf16 256 + 1 is 256; on the
+# host the sum is 257, the master −256, and this is sent up. 6 bytes have crossed.
 #
 # Checked in one process: sums, masters, weights over several steps; each copy; new memory on the device.
 
@@ -246,17 +249,18 @@ check("offload.budget", Budget)
 # %% [markdown]
 # ## 5. The delayed update
 #
-# The host is slower than the device, so let it work beside the next forward and backward. `host.start(function,
-# *args)` begins `function(*args)` and returns an object with `wait()`; until then nobody else may touch what it uses.
-# `Delayed(link, host, weights_S, master_S, update)` is made once; `weights_S` is bf16, `master_S` fp32.
+# The host is slower than the device, so let it work beside the next forward and backward.
+# `host.start(function, *args)` begins `function(*args)` and returns an object with `wait()`; until then
+# nobody else may touch what it uses. `Delayed(link, host, weights_S, master_S, update)` is made once;
+# `weights_S` is bf16, `master_S` fp32.
 #
-# - `step(grad_S, sound)`: the update begun one step ago ends, and its weights go up. Then this one's, `update(
-#   master_S, grad)`, begins, and is still under way when step returns. `grad_S` may be overwritten then.
+# - `step(grad_S, sound)`: the update begun one step ago ends, and its weights go up. Then this one's begins,
+#   `update(master_S, grad)`, and is still under way when step returns. `grad_S` may be overwritten then.
 # - If `sound` is False, `grad_S` has overflowed: nothing begins. What began before it ends all the same.
 # - `finish()`: no update is lost. It may be called twice, and training may go on after it.
 #
-# Example: weight 0, gradients 1, 2, an update that subtracts. After the first step the weight is 0, after the second
-# −1 (the 2 is under way), after `finish()` −3.
+# Example: weight 0, gradients 1, 2, an update that subtracts. After the first step the weight is 0, after
+# the second −1 (the 2 is under way), after `finish()` −3.
 #
 # Checked in one process: weights after each step against a loop with this delay; copies; what is under way.
 
@@ -308,7 +312,11 @@ ask("offload.number", seed=0)
 
 # %%
 ### BEGIN SOLUTION
-answer = 0
+# Why so: 2 bytes of gradient go down for each of 4 micro-batches, and 2 bytes of weights come up once: 2G + 2 bytes for each parameter that
+# this rank owns. The moments, however large, are updated where they lie.
+# The usual mistake: 4 bytes whatever G is. The gradients' sum could cross once, but it would have to be made on the device, in fp32,
+# and take the memory there that offload has just freed.
+answer = (2 * 4 + 2) * 70 / 8
 ### END SOLUTION
 
 # %%
@@ -324,8 +332,8 @@ check("offload.number", answer)
 # What would one *measure* that shows the bug? Answer that, then mend it. What stays: the two buffers, what
 # crosses, and that the weights of one unit travel while the next is updated.
 #
-# Checked in one process: values, with one to six units of different sizes; each copy, and through which buffer; what
-# is read and written while a copy is under way; what is under way at each update.
+# Checked in one process: values, with one to six units of different sizes; each copy, and through which
+# buffer; what is read and written while a copy is under way; what is under way at each update.
 
 # %%
 ask("offload.find_the_bug")
