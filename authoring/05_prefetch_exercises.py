@@ -19,9 +19,21 @@
 # `unit.P` is how many parameters it has, padding included. A unit knows no order: to use weights that were not waited
 # for, or to free them while they arrive, is your mistake, and in the checks it is reported.
 #
-# The link carries one thing after the other, in the order in which they were asked for. All ranks call the same.
+# The link carries one thing after the other, in the order in which they were asked for. All ranks call the same. To
+# try something before you check it:
+#
+# ```python
+# def attempt(rank):
+#     torch.manual_seed(0)
+#     units = [Unit(torch.nn.Linear(2, 2)) for _ in range(3)]
+#     return forward(units, torch.ones(1, 2))
+#
+# mz.launch(attempt, 2)      # what rank 0 returns, and rank 1
+# ```
 
 # %%
+from itertools import islice
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -339,7 +351,7 @@ ask("prefetch.number", seed=0)
 # Why so: the first gather has nothing in front of it to hide behind. From then on a unit takes as long as the longer of the two, the computing of
 # one or the gather of the next; and at the end there is one computing for which no gather is under way.
 # The usual mistake: forgetting the first gather, or adding where the two run side by side.
-answer = 4 + 12 * 6
+answer = 5 + 12 * 8
 ### END SOLUTION
 
 # %%
@@ -372,7 +384,7 @@ def forward_ahead(units, x, depth=1):
     asked, coming = [], iter(units)
 
     def ask_for(count):
-        for _, unit in zip(range(count), coming):
+        for unit in islice(coming, count):
             unit.gather()
             asked.append(unit)
 
