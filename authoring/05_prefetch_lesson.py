@@ -767,7 +767,7 @@ print(f"{states['optimizer'] / sum(states.values()):.0%}")
 print(inspect.getdoc(inspect.getmodule(mz.Zero3Prefetch)))
 
 # %% [markdown]
-# How to read it. The class inherits from `Zero3`, so the comparison is of what it writes anew; the functions that it takes over as they are, and the cell leaves out, are the whole of ZeRO-3. (In `__init__` the lines marked `-` are not gone: `super().__init__` is them.)
+# How to read it. The class inherits from `Zero3`, and so nothing of it goes: what is shown is what comes. Where a function calls `super()`, that is ZeRO-3's own.
 #
 # 1. **`Phase`** and **`forward`**: training, evaluation and backward are told apart, since each has an order of its own, and each ends at rest.
 # 2. **`_gather`** asks for what follows, **`_following`** says what that is, and **`_plan`** where it stands.
@@ -775,8 +775,7 @@ print(inspect.getdoc(inspect.getmodule(mz.Zero3Prefetch)))
 # 4. Where a reduction leaves has not changed: ZeRO-3 put it behind *the* gather, and `_gather` has become several.
 
 # %%
-difference = changes(mz.Zero3, mz.Zero3Prefetch)
-type(difference)("\n\n@@ ".join(part for part in difference.split("\n\n@@ ") if not part.startswith("Zero3.")))
+changes(mz.Zero3, mz.Zero3Prefetch)
 
 # %% [markdown]
 # ## Interview corner

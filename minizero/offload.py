@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.parts import comm, host, optim
+from minizero.parts import comm, host, optim, spans
 from minizero.parts.bucket import TransientBucket
 from minizero.parts.flat import UnitShard
 from minizero.parts.precision import LossScaler
@@ -81,28 +81,41 @@ class Zero3Offload(Zero3Prefetch):
 
     def _update(self) -> None:
         """Each rank updates its shard on the host, unit by unit: the weights of one leave for the device while the next is updated."""
-        if self.delayed:
-            self._publish()
-            parts = [(optim.part_of(self.optimizer, shard), shard) for shard in self.weights]
-            self._thread = self._thread or ThreadPoolExecutor(1, "minizero-update")
-            self._beside = self._thread.submit(_update_all, parts, self.optimizer)
-            self._unpublished = True
-        elif self._by_parts:
-            for shard in self.weights:
-                _update_all([(optim.part_of(self.optimizer, shard), shard)], self.optimizer)
-                shard.publish()
-        else:
+        if not self._by_parts:
             self.optimizer.step()
             for shard in self.weights:
                 shard.keep_state(self.optimizer.state)
                 shard.publish()
+        elif self.delayed:
+            self._publish()
+            optim.step_by(self.optimizer, self._update_beside)
+        else:
+            optim.step_by(self.optimizer, self._update_here)
         self._show_readers()
+
+    def _update_here(self) -> None:
+        for shard in self.weights:
+            optim.update(optim.part_of(self.optimizer, shard))
+            shard.keep_state(self.optimizer.state)
+            shard.publish()
+
+    def _update_beside(self) -> None:
+        parts = [(optim.part_of(self.optimizer, shard, keep=True), shard) for shard in self.weights]
+        self._thread = self._thread or ThreadPoolExecutor(1, "minizero-update")
+        self._beside = self._thread.submit(_update_all, parts, self.optimizer)
+        self._unpublished = True
 
     def _join(self) -> None:
         """The update that runs beside is over."""
         if self._beside is not None:
             beside, self._beside = self._beside, None
-            beside.result()
+            try:
+                beside.result()
+            except Exception as error:
+                raise RuntimeError(
+                    f"the update of the step before this one, which ran beside it, has failed ({type(error).__name__}: {error}). Some of "
+                    "the weights may have moved, and others not: load a saved state before you go on"
+                ) from error
 
     def _publish(self) -> None:
         """What it has updated leaves for the device."""
@@ -111,6 +124,7 @@ class Zero3Offload(Zero3Prefetch):
             self._unpublished = False
             for shard in self.weights:
                 shard.publish()
+            self._show_readers()
 
     def _drop(self) -> None:
         """What was read of the shards need not stay in memory."""
@@ -146,9 +160,11 @@ class Zero3Offload(Zero3Prefetch):
 
 
 def _update_all(parts: list[tuple[torch.optim.Optimizer, host.HostShard]], optimizer: torch.optim.Optimizer) -> None:
+    """What the thread does."""
     for part, shard in parts:
-        part.step()
-        shard.keep_state(optimizer.state)
+        with spans.span("step", shard.name):
+            optim.update(part)
+            shard.keep_state(optimizer.state)
 
 
 def _check(to: str, what: Iterable[str]) -> tuple[str, ...]:

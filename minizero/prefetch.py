@@ -4,13 +4,14 @@
     ZeRO-3     0                     3Ψ (N−1)/N        every gather
     prefetch   `depth` units         3Ψ (N−1)/N        what takes longer than the computing of the units before
 
-Nothing is sent that ZeRO-3 does not send; it is sent earlier. Which unit comes next is known from the last time: a
-model that does what it did before gathers its units in the order in which it gathered them then, in forward and, another
-order, in backward. Rajbhandari et al. 2021 (ZeRO-Infinity), section 6.2; Zhao et al. 2023 (FSDP), section 3.3.2.
+What is sent is sent earlier, and is the same as long as the model does what it did before. Which unit comes next is known
+from the last time: then it gathers its units in the order in which it gathered them then, in forward and, another order, in
+backward. (Where it does not, up to `depth` units have come in vain.) Rajbhandari et al. 2021 (ZeRO-Infinity), section 6.2; Zhao et al. 2023 (FSDP), section 3.3.2.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
@@ -76,14 +77,22 @@ class Zero3Prefetch(Zero3):
 
     def _at_rest(self) -> None:
         """It is over. What was asked for in vain is given back."""
-        if self._phase is not None:
+        if self._gathered:
             self._order.of_phase[self._phase] = self._gathered
         self._phase, self._gathered = None, []
+        self._give_back()
+
+    def _give_back(self) -> None:
         for unit, gathers in self._ahead.items():
             for gather in gathers:
                 gather.wait()
             unit.free()
         self._ahead.clear()
+
+    def _in_full_precision(self, changed: bool = False) -> contextlib.AbstractContextManager:
+        """What is ahead must not arrive after other weights were loaded."""
+        self._give_back()
+        return super()._in_full_precision(changed)
 
     def _agree(self) -> Any:
         """All ranks have gathered in one order: the next time it is the plan."""

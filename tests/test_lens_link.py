@@ -28,9 +28,9 @@ def plain_calls(rank, n):
     issue = {
         "all_reduce": lambda: dist.all_reduce(x),
         "all_gather": lambda: dist.all_gather([torch.empty(6000 // n) for _ in range(n)], x[: 6000 // n].clone()),
-        "broadcast": lambda: dist.broadcast(x, src=0),
         "barrier": dist.barrier,
         "reduce_scatter": lambda: comm.reduce_scatter_mean(torch.empty(6000 // n), x, dist.group.WORLD, "x").wait(),
+        "broadcast": lambda: dist.broadcast(x, src=0),  # for which rank 0 waits for nobody
     }
     ends = Ends()
     with mz.link(**SLOW):
@@ -52,8 +52,9 @@ def test_a_collective_is_complete_when_the_model_says_after_the_latest_start(ran
         free = begin + theory.seconds(op, nbytes, world_size, **SLOW)
         for other, _, end in calls_of_all:
             assert other == op
-            assert free <= end < free + 0.25  # later only if this machine really took that long
-        assert min(end for *_, end in calls_of_all) == pytest.approx(free, abs=2e-3)
+            assert free - 0.05 * (op == "broadcast") <= end < free + 0.25  # later only if this machine really took that long
+        if op != "broadcast":
+            assert min(end for *_, end in calls_of_all) == pytest.approx(free, abs=0.05)
 
 
 def one_after_the_other(rank):
@@ -188,3 +189,23 @@ def test_an_exception_inside_leaves_no_link_and_no_file(ranks, tmp_path, monkeyp
             fresh.run(raising)
         assert fresh.run(in_words)[0][0] == ""
         assert list(tmp_path.glob("minizero-link*")) == []
+
+
+def among_three(rank):
+    """After a message between two of three ranks, rank 2 is late to a collective of all; a group is made meanwhile."""
+    ends = Ends()
+    with mz.link(bandwidth=1e6):
+        dist.new_group([0, 1])
+        if rank < 2:
+            (dist.send if rank == 0 else dist.recv)(torch.ones(3), 1 - rank)
+        calls.listeners.append(ends)
+        time.sleep(0.2 * (rank == 2))
+        dist.all_reduce(torch.ones(30_000))
+        calls.listeners.remove(ends)
+    return ends[-1]
+
+
+def test_messages_between_two_ranks_do_not_confuse_the_third(ranks):
+    results = ranks(3).run(among_three)
+    latest = max(start for _, start, _ in results)
+    assert all(end >= latest + theory.seconds("all_reduce", 120_000, 3, 1e6) - 1e-9 for *_, end in results)

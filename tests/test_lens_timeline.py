@@ -130,3 +130,21 @@ def test_a_trace_has_a_lane_for_what_computes_and_one_for_what_travels(tmp_path)
     assert {row["tid"] for row in begins} == {1}
     timelines[1].save_trace(tmp_path / "one.json")
     assert json.loads((tmp_path / "one.json").read_text())["displayTimeUnit"] == "ms"
+
+
+def began_before(rank):
+    """What began before the recording leaves nothing in it, though its end is heard."""
+    before, running = dist.all_reduce(torch.ones(4), async_op=True), None
+    with mz.record_timeline():
+        running = spans.begin("forward", "x")
+    with mz.record_timeline() as timeline:
+        before.wait()
+        spans.end(running)
+        for _ in range(20):
+            dist.all_reduce(torch.ones(4), async_op=True)
+    return [event.what for event in timeline.events]
+
+
+def test_what_began_before_is_not_told(ranks):
+    for whats in ranks(2).run(began_before):
+        assert whats == ["reduce"] * 20

@@ -377,3 +377,149 @@ def with_blocks(rank):
 
 def test_every_shard_rests_on_the_host(ranks):
     assert ranks(2).run(with_blocks) == [["HostShard"] * 3] * 2
+
+
+# --- what others do to the optimizer, the weights and the gradients ----------------------------------------------
+
+
+def with_hooks(rank, settings):
+    """A hook that halves the gradients, and one that counts; a scheduler, which wants to see a step of the optimizer."""
+    results = []
+    for engine_type, keywords in ((mz.Zero3, {}), (mz.Zero3Offload, settings)):
+        torch.manual_seed(0)
+        model = Net(2)
+        engine = engine_type(model, sgd(model), **keywords)
+        steps = []
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+
+        def halve(optimizer, *_):
+            for group in optimizer.param_groups:
+                for piece in group["params"]:
+                    piece.grad.mul_(0.5)
+
+        engine.optimizer.register_step_pre_hook(halve)
+        engine.optimizer.register_step_post_hook(lambda optimizer, *_, steps=steps, own=engine.optimizer: steps.append(optimizer is own))
+        for step in range(3):
+            engine.backward(engine(batch(step).float()).sum())
+            engine.step()
+            scheduler.step()
+        results.append((full(engine), steps))
+    (expected, own), (found, steps) = results
+    return same(expected, found), own, steps
+
+
+@pytest.mark.parametrize("settings", [{}, {"what": BOTH}, {"to": "disk"}], ids=str)
+def test_the_optimizers_hooks_see_one_step_of_it(ranks, settings):
+    assert ranks(2).run(with_hooks, settings) == [(True, [True] * 3, [True] * 3)] * 2
+
+
+def skipped_while_somebody_reads(rank, what):
+    model = Net(1)
+    engine = mz.Zero3Offload(model, sgd(model), delayed=True, clip_norm=torch.inf, what=what)
+    engine.backward(engine(batch(0).float()).sum())
+    engine.step()
+    before = full(engine)
+    with engine.gathered():
+        engine.backward(engine(batch(1).float()).sum() * torch.nan)
+        updated = engine.step()
+        read = [p.detach().clone() for p in engine.module.parameters()]
+    after = full(engine)
+    return updated, same(before, after), same(read, after)
+
+
+@pytest.mark.parametrize("what", [("optimizer",), BOTH])
+def test_a_delayed_update_comes_also_while_somebody_reads_and_the_step_is_skipped(ranks, what):
+    assert ranks(2).run(skipped_while_somebody_reads, what) == [(False, False, True)] * 2
+
+
+def clamped(rank, what):
+    """Weights that are kept small after each step, beside a loop that applies each gradient a step late."""
+    model = Net(1).double()
+    alone = copy.deepcopy(model)
+    engine, optimizer, late = mz.Zero3Offload(model, sgd(model), delayed=True, what=what), sgd(alone), None
+    for step in range(8):
+        engine.backward(engine(batch(step)).sum())
+        engine.step()
+        with engine.gathered(), torch.no_grad():
+            for param in engine.module.parameters():
+                param.clamp_(-0.2, 0.2)
+        alone(batch(step)).sum().backward()
+        grads = [p.grad.clone() for p in alone.parameters()]
+        optimizer.zero_grad()
+        if late is not None:
+            step_with(optimizer, alone, late)
+        late = grads
+        with torch.no_grad():
+            for param in alone.parameters():
+                param.clamp_(-0.2, 0.2)
+    return distance(full(engine), [p.detach() for p in alone.parameters()])
+
+
+@pytest.mark.parametrize("what", [("optimizer",), BOTH])
+def test_what_is_written_while_an_update_is_late_does_not_cost_the_update(ranks, what):
+    assert max(ranks(2).run(clamped, what)) <= 1e-9
+
+
+def edited(rank, engine_type):
+    """A model of 16 bits by nature; its gradients are doubled after the first of two backwards."""
+    torch.manual_seed(0)
+    model = Net(1).bfloat16()
+    engine = engine_type(model, sgd(model))
+    engine.backward(engine(batch(0).bfloat16()).sum())
+    engine.sync_gradients()
+    for group in engine.optimizer.param_groups:
+        for piece in group["params"]:
+            piece.grad.zero_()
+    engine.backward(engine(batch(1).bfloat16()).sum())
+    engine.sync_gradients()
+    return [piece.grad.clone() for group in engine.optimizer.param_groups for piece in group["params"]]
+
+
+def test_edits_count_where_the_sum_has_more_digits_than_the_model(ranks):
+    for expected, found in zip(ranks(2).run(edited, mz.Zero3), ranks(2).run(edited, mz.Zero3Offload), strict=True):
+        assert same(expected, found)
+
+
+def late_readers(rank):
+    """A gradient buffer that its owner fills again, and a learning rate that is a tensor, while the update is late."""
+    ends = []
+    for disturbed in (False, True):
+        torch.manual_seed(0)
+        model = Net(1)
+        engine = mz.Zero3Offload(model, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)), delayed=True)
+        (group,) = engine.optimizer.param_groups
+        for step in range(3):
+            engine.backward(engine(batch(step).float()).sum())
+            engine.sync_gradients()
+            buffers = [torch.full_like(piece, 0.5) for piece in group["params"]]
+            for piece, piece.grad in zip(group["params"], buffers, strict=True):
+                assert piece.grad is not None
+            slow = engine._thread and engine._thread.submit(time.sleep, 0.05)  # the update comes behind it
+            engine.step()
+            if disturbed:
+                group["lr"].fill_(100.0)
+                for buffer in buffers:
+                    buffer.fill_(torch.nan)
+            engine._join()
+            group["lr"].fill_(0.1)
+            assert slow is None or slow.done()
+        ends.append(full(engine))
+    return same(*ends)
+
+
+def test_a_late_update_reads_nothing_that_others_may_have_changed(ranks):
+    assert all(ranks(2).run(late_readers))
+
+
+def descriptors(rank):
+    before = len(os.listdir("/proc/self/fd"))
+    model = Net(4)
+    engine = mz.Zero3Offload(model, torch.optim.Adam(model.parameters()), to="disk", what=BOTH)
+    engine.backward(engine(batch(0).float()).sum())
+    engine.step()
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="open files are counted in /proc")
+def test_on_the_disk_no_file_stays_open(ranks):
+    assert ranks(1).run(descriptors) == [0]

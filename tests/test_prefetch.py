@@ -287,3 +287,22 @@ def test_a_depth_and_a_limit_are_counts(ranks, keyword, value):
 
     for error in ranks(1).run(wrapping):
         assert error.startswith(f"ValueError: {keyword} must be a whole number, 0 or more; got {value!r}")
+
+
+def one_rank_alone(rank):
+    """Inside gathered() a rank may evaluate without the others, who know nothing of it."""
+    model = Net(2)
+    engine = mz.Zero3Prefetch(model, sgd(model))
+    for step in range(3):
+        with engine.gathered():
+            if rank == 0:
+                with torch.no_grad():
+                    engine(batch(9).float())
+        engine.backward(engine(batch(step).float()).sum())
+        engine.step()
+    return [weight.sum().item() for weight in full(engine)]
+
+
+def test_a_forward_that_gathers_nothing_is_no_order(ranks):
+    first, second = ranks(2).run(one_rank_alone)
+    assert first == second

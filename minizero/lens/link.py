@@ -20,7 +20,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -43,7 +43,7 @@ def link(bandwidth: float, latency: float = 0.0) -> Iterator[None]:
     """
     if any(isinstance(listener, _Link) for listener in calls.listeners):
         raise RuntimeError("a link is simulated already: end it first, since bytes cannot travel over both")
-    slow = _Link(_number("bandwidth", bandwidth, bandwidth > 0), _number("latency", latency, latency >= 0))
+    slow = _Link(_number("bandwidth", bandwidth, lambda value: value > 0), _number("latency", latency, lambda value: value >= 0))
     calls.watch()
     for listener in calls.listeners:
         if hasattr(listener, "simulated"):
@@ -53,6 +53,7 @@ def link(bandwidth: float, latency: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
+        slow.close()
         calls.listeners.remove(slow)
         spans.listeners.remove(slow)
 
@@ -62,8 +63,8 @@ def simulated() -> str:
     return next((str(listener) for listener in calls.listeners if isinstance(listener, _Link)), "")
 
 
-def _number(name: str, value: float, possible: bool) -> float:
-    if isinstance(value, bool) or not possible or value == float("inf"):
+def _number(name: str, value: float, possible: Callable[[float], bool]) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not possible(value) or value == float("inf"):
         raise ValueError(f"{name}={value!r}: give a link's {name} as a positive number of {'bytes/s' if name == 'bandwidth' else 'seconds'}")
     return float(value)
 
@@ -76,6 +77,7 @@ class _Link:
         self._count: Counter[int] = Counter()  # of the calls of each kind
         self._queue: list[tuple[calls.Call, int, int]] = []  # issued, and not known to be complete
         self._free = self._host_free = 0.0  # when the link will have done what was asked for
+        self._copies: list[spans.Span] = []  # begun
         self._starts = self._shared()
 
     def __str__(self) -> str:
@@ -106,12 +108,19 @@ class _Link:
     # What calls.listeners are told.
 
     def issued(self, call: calls.Call) -> None:
-        kind = zlib.crc32(call.group.encode())
+        if call.op == "new_group":  # nothing travels
+            return
+        pair = (comm.global_rank(), call.peer)
+        between = f"{pair if call.op == 'send' else pair[::-1]} {call.detail}" if call.op in ("send", "recv") else ""
+        kind = zlib.crc32(f"{call.group} {between}".encode())
         number = self._count[kind] = self._count[kind] + 1
         self._starts[comm.global_rank(), (kind + number) % SLOTS] = kind, number, call.start
         self._queue.append((call, kind, number))
 
     def failed(self, call: calls.Call) -> None:
+        for waiting, kind, _ in self._queue:
+            if waiting is call:
+                self._count[kind] -= 1
         self._queue = [waiting for waiting in self._queue if waiting[0] is not call]
 
     def arrived(self, call: calls.Call) -> None:
@@ -127,17 +136,24 @@ class _Link:
         latest = max((start for k, n, start in started if (k, n) == (kind, number)), default=call.start)
         begin = max(latest, self._free)
         self._free = begin + theory.seconds(call.op, call.numel * call.itemsize, len(call.ranks), self.bandwidth, self.latency)
-        call.arrived = max(call.arrived or 0.0, self._free)
+        call.arrived = max(call.arrived or 0.0, float(self._free))
 
     # What spans.listeners are told.
 
     def begun(self, span: spans.Span) -> None:
         if span.what == "copy":
+            self._copies.append(span)
             self._host_free = span.due = max(span.start, self._host_free) + self.latency + span.nbytes / self.bandwidth
 
     def ending(self, span: spans.Span) -> None:
         if span.what == "copy":
             _sleep_until(span.due)
+            self._copies = [other for other in self._copies if other is not span]
+
+    def close(self) -> None:
+        """What is under way arrives now."""
+        for span in self._copies:
+            span.due = min(span.due, time.perf_counter())
 
 
 def _sleep_until(moment: float) -> None:

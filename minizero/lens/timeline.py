@@ -140,13 +140,17 @@ class _Recorder:
         self._rank, self._clock = comm.global_rank(), _Clock()
         self._calls: list[calls.Call] = []
         self._spans: list[spans.Span] = []
-        self._marks: dict[tuple[Any, str], Any] = {}
+        self._marks: dict[int, dict[str, Any]] = {}  # by id of a call or span: when it began, …
 
     def _mark(self, thing: Any, moment: str) -> None:
-        self._marks[id(thing), moment] = self._clock.mark()
+        """Of what began before the recording there is nothing to tell."""
+        if moment == "start":
+            self._marks[id(thing)] = {"thing": thing}  # which keeps its id from being another's
+        if id(thing) in self._marks:
+            self._marks[id(thing)][moment] = self._clock.mark()
 
     def _when(self, thing: Any, moment: str) -> float | None:
-        return self._clock.seconds(self._marks.get((id(thing), moment)))
+        return self._clock.seconds(self._marks[id(thing)].get(moment))
 
     # What calls.listeners are told.
 

@@ -172,6 +172,7 @@ class ShardBucket(Bucket):
         self._divisor = 1.0  # the loss scale by which sum_S is divided already
         self._in_buffer = False
         self._handed: dict[nn.Parameter, Tensor] = {}  # what the pieces have as .grad, unless somebody has replaced it
+        self._mean_S: Tensor | None = None  # of which that is made
 
     def take_by_hand(self, param: nn.Parameter) -> None:
         """Somebody has set the parameter's .grad: that is all its gradient now, without the means of earlier backwards."""
@@ -237,7 +238,7 @@ class ShardBucket(Bucket):
                 self.sum_S /= scale
                 self._divisor = scale
                 mean_S = self.sum_S.to(self.weights.shard_S.dtype)
-        self._handed = {} if mean_S is None else self.weights.cut(mean_S)
+        self._handed, self._mean_S = {} if mean_S is None else self.weights.cut(mean_S), mean_S
         for param, grad in self._handed.items():
             self.weights.pieces[param].grad = None if param.grad is None else grad
 
@@ -252,7 +253,7 @@ class ShardBucket(Bucket):
     def clear(self) -> None:
         """The step is over, and no parameter has a gradient."""
         super().clear()
-        self.sum_S, self._divisor, self._handed = None, 1.0, {}
+        self.sum_S, self._divisor, self._handed, self._mean_S = None, 1.0, {}, None
 
     def _set_aside(self) -> None:
         """Move the mean from the buffer to the sum, with all that was done to it: edited, replaced, cleared."""
@@ -265,7 +266,10 @@ class ShardBucket(Bucket):
                 grad.zero_()
             elif seen is not grad:
                 grad.copy_(seen)
-        self._handed = {}
+        if self._handed and self.sum_S is not None and self._mean_S is not self.sum_S:  # what was handed out is its rounding
+            edited_S = self._mean_S != self.sum_S.to(self._mean_S.dtype)
+            self.sum_S[edited_S] = self._mean_S[edited_S].to(self.sum_S.dtype)
+        self._handed, self._mean_S = {}, None
         if self.sum_S is None:
             self.sum_S = self._zeros(torch.promote_types(self.grad_P.dtype, torch.float32))
         self.sum_S *= self._divisor

@@ -9,8 +9,10 @@ On a GPU copies run on a stream of their own: after what the GPU was told to do 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import sys
 import tempfile
 import time
 import weakref
@@ -18,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import increment_version
 
 from minizero.parts import kinds, spans
@@ -54,26 +56,41 @@ class Disk(Memory):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._mapped: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return kinds.tag(torch.empty(0, dtype=dtype), "host")
-        with tempfile.TemporaryFile(prefix="minizero-") as file:
-            try:
-                _reserve(file.fileno(), nbytes)
-            except OSError as error:
-                raise OSError(error.errno, f"no room for {nbytes:,} bytes of optimizer state in {tempfile.gettempdir()}: set TMPDIR to a "
-                              "folder on a disk that has it") from error  # fmt: skip
-            pages = mmap.mmap(file.fileno(), nbytes)
-        self._maps.add(pages)
-        return kinds.tag(torch.frombuffer(pages, dtype=dtype), "host")
+        try:
+            mapped = _mapped(numel, dtype)
+        except OSError as error:
+            raise OSError(error.errno, f"no room for {nbytes:,} bytes of optimizer state in {tempfile.gettempdir()} ({error.strerror}): "
+                          "set TMPDIR to a folder on a disk that has it") from error  # fmt: skip
+        self._mapped.add(mapped.untyped_storage())
+        return kinds.tag(mapped, "host")
 
     def drop(self) -> None:
         """Give the pages back; what is in them is in the files."""
-        for pages in self._maps:
-            pages.madvise(mmap.MADV_DONTNEED)
+        for storage in self._mapped:
+            _madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED)  # if it is refused, they stay
+
+
+def _mapped(numel: int, dtype: torch.dtype) -> Tensor:
+    """A tensor in a file of its own, which has lost its name; torch keeps it mapped, not open, as long as the tensor lives."""
+    if sys.platform.startswith("linux"):
+        with tempfile.TemporaryFile(prefix="minizero-") as file:
+            _reserve(file.fileno(), numel * dtype.itemsize)
+            return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=numel, dtype=dtype)
+    with tempfile.NamedTemporaryFile(prefix="minizero-") as file:
+        _reserve(file.fileno(), numel * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return function(address, nbytes, advice)
 
 
 def _reserve(file: int, nbytes: int) -> None:
@@ -209,8 +226,12 @@ class HostShard(UnitShard):
         return self.slice_S if self._kept_S is None else self._kept_S
 
     def _write(self, mine_S: Tensor, written_S: Tensor) -> None:
-        self.join()
-        super()._write(mine_S, written_S)
+        if not self.updated_beside:
+            super()._write(mine_S, written_S)
+            return
+        self.join()  # what it has updated stays: only the difference is written
+        self.shard_S += (mine_S - self._as_gathered()).to(self.shard_S)
+        self.slice_S.copy_(mine_S)
 
     # --- the optimizer's state ----------------------------------------------------------------------
 

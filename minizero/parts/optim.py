@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minizero.parts import comm, flat
+from minizero.parts import comm, flat, kinds
 from minizero.parts.flat import FlatShard
 
 # Each element of a weight is updated from that element's gradient and state alone, so a vector may be cut anywhere.
@@ -76,11 +76,33 @@ def cut_state(shard: FlatShard, param: nn.Parameter, state: dict[str, Any]) -> d
     }
 
 
-def part_of(optimizer: Optimizer, shard: FlatShard) -> Optimizer:
+def step_by(optimizer: Optimizer, update: Callable[[], None]) -> None:
+    """A step of the optimizer, with all that belongs to it (hooks, what a scheduler counts), in which `update` does the work: it is
+    called behind all other hooks, and then no gradient is left to be applied."""
+
+    def instead(*_: Any) -> None:
+        update()
+        for group in optimizer.param_groups:
+            for piece in group["params"]:
+                piece.grad = None
+
+    handle = optimizer.register_step_pre_hook(instead)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+
+
+def update(part: Optimizer) -> None:
+    """What a step of it computes, without its hooks."""
+    step = type(part).step
+    getattr(step, "__wrapped__", step)(part)
+
+
+def part_of(optimizer: Optimizer, shard: FlatShard, keep: bool = False) -> Optimizer:
     """An optimizer like this one for the shard's pieces alone: with the gradients and the settings that they have now, and the same
-    state. What is set and cleared elsewhere later does not reach it."""
+    state. With `keep`, what is set, cleared or written to elsewhere later does not reach it."""
     part = copy.copy(optimizer)
-    part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     part.state, part.param_groups = defaultdict(dict), []
     own = {id(piece) for piece in shard.pieces.values()}
     for group in optimizer.param_groups:
@@ -88,9 +110,11 @@ def part_of(optimizer: Optimizer, shard: FlatShard) -> Optimizer:
         for piece in group["params"]:
             if id(piece) in own and piece.grad is not None:
                 stands.append(piece.detach().requires_grad_())
-                stands[-1].grad = piece.grad
+                ours = not keep or kinds.kind_of(piece.grad) == "host"  # and nobody else writes to it
+                stands[-1].grad = piece.grad if ours else piece.grad.clone()
                 part.state[stands[-1]] = optimizer.state[piece]
-        part.param_groups.append({**group, "params": stands})
+        settings = {key: value.clone() if keep and isinstance(value, Tensor) else value for key, value in group.items()}
+        part.param_groups.append({**settings, "params": stands})
     return part
 
 
