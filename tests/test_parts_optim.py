@@ -68,13 +68,13 @@ class HasToKnowSomething(torch.optim.SGD):
         super().__init__(params, lr=0.1)
 
 
-KNOWN = sorted(optim._ELEMENTWISE, key=lambda c: c.__name__)
+KNOWN = sorted(optim.ELEMENTWISE, key=lambda c: c.__name__)
 
 
 @pytest.mark.parametrize("optimizer_class", [*KNOWN, Lion, type("MyAdam", (torch.optim.AdamW,), {})], ids=lambda c: c.__name__)
 def test_an_optimizer_that_treats_each_element_by_itself_is_taken(monkeypatch, optimizer_class):
     """The known ones too, if they are tried as if they were not known."""
-    monkeypatch.setattr(optim, "_ELEMENTWISE", set())
+    monkeypatch.setattr(optim, "ELEMENTWISE", set())
     optim.check_elementwise(optimizer_class, optimizer_class([nn.Parameter(torch.ones(1))]).defaults)
 
 
@@ -83,7 +83,7 @@ def test_an_optimizer_that_treats_each_element_by_itself_is_taken(monkeypatch, o
     (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}), (torch.optim.SGD, {"maximize": True, "foreach": True}),
 ])  # fmt: skip
 def test_so_are_their_variants(monkeypatch, settings):
-    monkeypatch.setattr(optim, "_ELEMENTWISE", set())
+    monkeypatch.setattr(optim, "ELEMENTWISE", set())
     optimizer_class, settings = settings
     optim.check_elementwise(optimizer_class, optimizer_class([nn.Parameter(torch.ones(1))], **settings).defaults)
 

@@ -163,6 +163,9 @@ class Events(list):
     def _leave_backward(self, unit):
         self.append(f">{unit.name}")
 
+    def _at_rest(self):
+        pass
+
     def take(self):
         taken = " ".join(self).replace("blocks.", "")
         self.clear()
