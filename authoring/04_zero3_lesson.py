@@ -386,7 +386,7 @@ def excerpt(function, first, last=None):
 
 
 print(excerpt(units.Watch.saving, "def pack", "def unpack"))
-print(excerpt(units._Note.read, "if not self.shard.resident"))
+print(excerpt(units._Note.read, "if not self.shard.arrived"))
 
 # %% [markdown]
 # `_gathered` knows the buffers that are gathered at this moment. What lies in one of them becomes a `_Note`, everything else (activations) is saved as ever, with its version number, so that autograd's check against changes in place is not lost. `read` is the other end: `watch._enter` gathers the unit if it is not there yet, and `as_strided`
