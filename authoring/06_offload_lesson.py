@@ -367,10 +367,11 @@ for function in (host.HostBucket._landed_on_device, host.HostBucket._mean, host.
 # `staging` is memory for what is on its way; beside a GPU it is *pinned*: its pages cannot move, so the GPU's copy engine can read them while both processors do something else. And the step, unit by unit:
 
 # %%
-print(without_docstring(mz.Zero3Offload._update))
+for function in (mz.Zero3Offload._update, mz.Zero3Offload._update_here):
+    print(without_docstring(function), end="\n\n")
 
 # %% [markdown]
-# The middle branch is the usual one. `part_of` is the optimizer, for one unit's pieces alone: any of torch's element-wise optimizers will do, and it is the host that runs it because its tensors are there. (The first branch is question 8, and the last is for an optimizer of your own, which is called once. DeepSpeed brings an Adam for the host, vectorised and with several threads: ZeRO-Offload, section 5.1.)
+# The middle branch is the usual one: `step_by` makes a step of the optimizer, with its hooks, in which `_update_here` does the work. `part_of` is the optimizer, for one unit's pieces alone: any of torch's element-wise optimizers will do, and it is the host that runs it because its tensors are there. (The first branch is question 8, and the last is for an optimizer of your own, which is called once. DeepSpeed brings an Adam for the host, vectorised and with several threads: ZeRO-Offload, section 5.1.)
 #
 # Every copy here has a beginning and a wait. What if one forgets the second?
 

@@ -81,16 +81,17 @@ class Zero3Offload(Zero3Prefetch):
 
     def _update(self) -> None:
         """Each rank updates its shard on the host, unit by unit: the weights of one leave for the device while the next is updated."""
-        if not self._by_parts:
+        if self.delayed:
+            self._publish()
+            optim.step_by(self.optimizer, self._update_beside)
+            return
+        if self._by_parts:
+            optim.step_by(self.optimizer, self._update_here)
+        else:
             self.optimizer.step()
             for shard in self.weights:
                 shard.keep_state(self.optimizer.state)
                 shard.publish()
-        elif self.delayed:
-            self._publish()
-            optim.step_by(self.optimizer, self._update_beside)
-        else:
-            optim.step_by(self.optimizer, self._update_here)
         self._show_readers()
 
     def _update_here(self) -> None:
