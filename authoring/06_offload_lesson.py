@@ -360,7 +360,7 @@ def without_docstring(function):
     return "\n".join(line for line in lines if not line.strip().startswith('"""') or not line.strip().endswith('"""'))
 
 
-for function in (host.HostBucket._landed_on_device, host.HostBucket._mean, host.HostShard.publish, host.HostShard.settle):
+for function in (host.HostBucket._keep_mean, host.HostBucket._mean, host.HostShard.publish, host.HostShard.settle):
     print(without_docstring(function), end="\n\n")
 
 # %% [markdown]

@@ -392,11 +392,11 @@ class TransientBucket(ShardBucket):
                 param.grad = gradient
         self._in_buffer = True
         self.state = State.MEAN
-        self._landed_on_device()
+        self._keep_mean()
         for param, param.grad in late.items():
             self.take(param)
 
-    def _landed_on_device(self) -> None:
+    def _keep_mean(self) -> None:
         """From the second backward on the mean is added to the sum at once: a shard less."""
         if self.sum_S is not None:
             self._set_aside()

@@ -268,7 +268,7 @@ class HostBucket(TransientBucket):
         self._download: Copy | None = None
         super().__init__(*args)
 
-    def _landed_on_device(self) -> None:
+    def _keep_mean(self) -> None:
         self._host_S = self.weights.memory.staging(self.layout.S, self.grad_S.dtype)
         self._download = copy(self._host_S, self.grad_S, self.name)
 
