@@ -387,7 +387,7 @@ plots.predicted(
 
 # %% [markdown]
 # Read it from right to left. On a fast link nearly everything hides. Where a block's gather takes as long as its forward (the middle dot, or a little left of it, as the root computes too) the curve has its knee; left of it the wire is the slower of the two, and the hidden share is what there is to hide behind, computing over communication. It halves with each halving of the bandwidth, and ZeRO-3's follows below.
-# (The dots lie where the model puts them, up to what else this computer had to do. The model knows computing only from a step without a link.)
+# (The dots scatter, the more the faster the link: blocks as small as these compute for a few milliseconds, and what this computer does besides takes as long. `benchmarks/link.py` does the same with larger blocks. The model knows computing only from a step without a link.)
 #
 # **The claim "prefetch hides 30 to 50 % of communication", settled: it depends**, and now you can say on what: on the ratio of a unit's communication to its computing. With our 12 blocks:
 

@@ -6,7 +6,8 @@
 
 What is sent is sent earlier, and is the same as long as the model does what it did before. Which unit comes next is known
 from the last time: then it gathers its units in the order in which it gathered them then, in forward and, another order, in
-backward. (Where it does not, up to `depth` units have come in vain.) Rajbhandari et al. 2021 (ZeRO-Infinity), section 6.2; Zhao et al. 2023 (FSDP), section 3.3.2.
+backward. (Where it does not, up to `depth` units have come in vain.) Rajbhandari et al. 2021 (ZeRO-Infinity), section 6.2;
+Zhao et al. 2023 (FSDP), section 3.3.2.
 """
 
 from __future__ import annotations

@@ -206,8 +206,9 @@ class Order(list[Unit]):
         place, first, other = next(((i, a, b) for i, (a, b) in places if a != b), (0, "", ""))
         where = f"at place {place} rank 0 gathered {first}, rank {rank} {other}" if rank else "in other forwards and backwards"
         raise RuntimeError(
-            f"the ranks have run their units in different orders since the last step: {where}. They have computed with each other's weights, and nothing was updated. Clear the gradients, and let "
-            "every rank run the same units, each with a result of its own that the loss depends on; or take Zero2"
+            f"the ranks have run their units in different orders since the last step: {where}. They have computed with each other's "
+            "weights, and nothing was updated. Clear the gradients, and let every rank run the same units, each with a result of its own "
+            "that the loss depends on; or take Zero2"
         )
 
 
