@@ -155,49 +155,27 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
         if on_nccl(group):
             work = _reduce_scatter(shard_S, full_P, op=dist.ReduceOp.AVG, group=group, async_op=True)
             return Pending(calls.timed([work], call, group), call)
-        rank, mine = rank_in(group), list(full_P.view(size, -1))
-        if full_P.is_cuda:  # gloo sends those in collectives only
-            received = kinds.tag(torch.empty_like(full_P), "comm")
-            works = [dist.all_to_all_single(received, full_P, group=group, async_op=True)]
-            rows = list(received.view(size, -1))
-        else:
-            received = kinds.tag(full_P.new_empty(full_P.numel() - shard_S.numel()), "comm")
-            rows = list(received.view(size - 1, -1))
-            works = _exchange(rows, mine[:rank] + mine[rank + 1 :], group)
-            rows.insert(rank, mine[rank])
+        received = kinds.tag(torch.empty_like(full_P), "comm")
+        works = [dist.all_to_all_single(received, full_P, group=group, async_op=True)]
 
         def finish() -> None:
-            _mean(shard_S, rows, received[: shard_S.numel()])
+            _mean(shard_S, received.view(size, -1))
             flat.free(received)  # now: gloo's thread lets go of a tensor some moment after the wait, another one in every run
 
         return Pending(calls.timed(works, call, group), call, finish)
 
 
-def _mean(out_S: Tensor, rows: Sequence[Tensor], scratch_S: Tensor) -> None:
-    """out_S, which may be one of the rows, becomes their mean. scratch_S, one of the first two, is overwritten."""
-    *rows, last_S = rows
-    total_S = rows[0]
-    if out_S.dtype in (torch.float16, torch.bfloat16):
-        total_S = scratch_S = kinds.tag(total_S.float(), "comm")
-    for row_S in rows[1:]:
-        total_S = torch.add(total_S, row_S, out=scratch_S)
+def _mean(out_S: Tensor, rows_NS: Tensor) -> None:
+    """out_S becomes the mean of the rows, of which the first is overwritten."""
+    first_S, *rows, last_S = rows_NS
+    total_S = first_S.float() if out_S.dtype in (torch.float16, torch.bfloat16) else first_S
+    kinds.tag(total_S, "comm")
+    for row_S in rows:
+        total_S += row_S
     if total_S.dtype is out_S.dtype:
-        torch.add(total_S, last_S, out=out_S).div_(len(rows) + 1)
+        torch.add(total_S, last_S, out=out_S).div_(len(rows_NS))
     else:
-        out_S.copy_(total_S.add_(last_S).div_(len(rows) + 1))
-
-
-def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> list:
-    """Send each other rank a tensor and receive one; both are in rank order.
-
-    A receive that names its source tells the sender at once that it is there, and then the sender's own thread writes the
-    data, under a lock that gloo's thread spins for as soon as the other data comes in. One from anybody, with a tag that only
-    this sender has, is answered when the sender has said that it is ready, and gloo's threads do all the work.
-    """
-    tag, size, rank = _next_tag(group), size_of(group), rank_in(group)
-    others = [r for r in range(size) if r != rank]
-    works = [dist.isend(tensor, group=group, group_dst=r, tag=tag + rank) for r, tensor in zip(others, sent, strict=True)]
-    return works + [dist.irecv(tensor, group=group, tag=tag + r) for r, tensor in zip(others, received, strict=True)]
+        out_S.copy_(total_S.add_(last_S).div_(len(rows_NS)))
 
 
 def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pending:
@@ -210,13 +188,31 @@ def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pend
         _copy(full_P, shard_S)
         return Pending()
     with calls.logical("all_gather", full_P, group, unit=unit, sync=False) as call:
-        if on_nccl(group) or full_P.is_cuda:
+        if on_nccl(group) or full_P.is_cuda:  # gloo sends what is on a GPU in its own collectives only
             works = [_all_gather(full_P, shard_S, group=group, async_op=True)]
-            return Pending(calls.timed(works, call, group), call)
-        rows_NS = full_P.view(size, -1)
-        works = _exchange([row for r, row in enumerate(rows_NS) if r != rank], [shard_S] * (size - 1), group)
-        _copy(rows_NS[rank], shard_S)
+        else:
+            works = _to_all(shard_S, full_P.view(size, -1), group)
+            _copy(full_P.view(size, -1)[rank], shard_S)
         return Pending(calls.timed(works, call, group), call)
+
+
+def _to_all(shard_S: Tensor, rows_NS: Tensor, group: Group) -> list:
+    """Send it to each other rank, and receive each other's in its row.
+
+    Between two ranks it is an all-to-all in which nobody has anything for itself: gloo's threads do all the work. Among more it
+    would need a copy of the shard for each. So there it is messages. A receive that names its source tells the sender at once
+    that it is there, and then the sender's own thread writes the data, under a lock that gloo's thread spins for as soon as the
+    other data comes in. One from anybody, with a tag that only this sender has, is answered when the sender has said that it
+    is ready.
+    """
+    size, rank = size_of(group), rank_in(group)
+    if size == 2:
+        splits = [0, shard_S.numel()] if rank == 0 else [shard_S.numel(), 0]
+        return [dist.all_to_all_single(rows_NS[1 - rank], shard_S, splits, splits, group=group, async_op=True)]
+    tag = _next_tag(group)
+    others = [r for r in range(size) if r != rank]
+    works = [dist.isend(shard_S, group=group, group_dst=r, tag=tag + rank) for r in others]
+    return works + [dist.irecv(rows_NS[r], group=group, tag=tag + r) for r in others]
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
@@ -281,7 +277,15 @@ def agree(flags: Sequence[bool], numbers: Sequence[float], group: Group, device:
     votes[len(flags) :].view(-1, size)[:, rank] = torch.tensor(numbers, dtype=torch.float64)
     votes = votes.to(device)
     with calls.logical("all_reduce", votes, group, unit="control", detail="SUM") as call:
-        dist.all_reduce(votes, group=group)
+        if on_nccl(group):
+            dist.all_reduce(votes, group=group)
+        else:  # each rank's to all, and the sum here: one round of messages, where gloo's all-reduce makes several
+            sent_NV = kinds.tag(votes.repeat(size, 1), "comm")
+            received_NV = kinds.tag(torch.empty_like(sent_NV), "comm")
+            dist.all_to_all_single(received_NV, sent_NV, group=group)
+            torch.sum(received_NV, 0, out=votes)
+            flat.free(sent_NV)
+            flat.free(received_NV)
         call.tell("done")
     answers = votes.tolist()
     flat.free(votes)
