@@ -190,29 +190,35 @@ def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pend
     with calls.logical("all_gather", full_P, group, unit=unit, sync=False) as call:
         if on_nccl(group) or full_P.is_cuda:  # gloo sends what is on a GPU in its own collectives only
             works = [_all_gather(full_P, shard_S, group=group, async_op=True)]
-        else:
-            works = _to_all(shard_S, full_P.view(size, -1), group)
-            _copy(full_P.view(size, -1)[rank], shard_S)
-        return Pending(calls.timed(works, call, group), call)
+            return Pending(calls.timed(works, call, group), call)
+        rows_NS = full_P.view(size, -1)
+        send_to_all = _swap if size == 2 else _messages
+        works, finish = send_to_all(shard_S, rows_NS, rank, group)
+        _copy(rows_NS[rank], shard_S)
+        return Pending(calls.timed(works, call, group), call, finish)
 
 
-def _to_all(shard_S: Tensor, rows_NS: Tensor, group: Group) -> list:
-    """Send it to each other rank, and receive each other's in its row.
+def _swap(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[list, Callable[[], None]]:
+    """Between two ranks: an all-to-all in which nobody has anything for itself. Gloo's own threads do all the work."""
+    given, taken = (tensor.view(torch.uint8).data for tensor in (shard_S, rows_NS[1 - rank]))
+    splits = [0, len(given)] if rank == 0 else [len(given), 0]
 
-    Between two ranks it is an all-to-all in which nobody has anything for itself: gloo's threads do all the work. Among more it
-    would need a copy of the shard for each. So there it is messages. A receive that names its source tells the sender at once
-    that it is there, and then the sender's own thread writes the data, under a lock that gloo's thread spins for as soon as the
-    other data comes in. One from anybody, with a tag that only this sender has, is answered when the sender has said that it
-    is ready.
+    def finish() -> None:
+        given.set_(), taken.set_()  # empty: gloo's thread lets go of them some moment after the wait, and the memory shall not wait
+
+    return [dist.all_to_all_single(taken, given, splits, splits, group=group, async_op=True)], finish
+
+
+def _messages(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[list, None]:
+    """Among more ranks, for which an all-to-all would need a copy of the shard each: messages.
+
+    A receive that names its source tells the sender at once that it is there, and then the sender's own thread writes the
+    data, under a lock that gloo's thread spins for as soon as the other data comes in. One from anybody, with a tag that only
+    this sender has, is answered when the sender has said that it is ready.
     """
-    size, rank = size_of(group), rank_in(group)
-    if size == 2:
-        splits = [0, shard_S.numel()] if rank == 0 else [shard_S.numel(), 0]
-        return [dist.all_to_all_single(rows_NS[1 - rank], shard_S, splits, splits, group=group, async_op=True)]
-    tag = _next_tag(group)
-    others = [r for r in range(size) if r != rank]
+    tag, others = _next_tag(group), [r for r in range(len(rows_NS)) if r != rank]
     works = [dist.isend(shard_S, group=group, group_dst=r, tag=tag + rank) for r in others]
-    return works + [dist.irecv(rows_NS[r], group=group, tag=tag + r) for r in others]
+    return works + [dist.irecv(rows_NS[r], group=group, tag=tag + r) for r in others], None
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
