@@ -204,7 +204,8 @@ def _swap(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[li
     splits = [0, len(given)] if rank == 0 else [len(given), 0]
 
     def finish() -> None:
-        given.set_(), taken.set_()  # empty: gloo's thread lets go of them some moment after the wait, and the memory shall not wait
+        for tensor in (given, taken):  # gloo's thread lets go of them some moment after the wait: then of nothing
+            tensor.set_()
 
     return [dist.all_to_all_single(taken, given, splits, splits, group=group, async_op=True)], finish
 
