@@ -96,7 +96,7 @@ def main() -> None:
         for name, seconds, predicted, hidden, hidden_predicted in row:
             table.add_row(f"{share:g}", f"{bandwidth / 1e6:.0f}", name, f"{1e3 * seconds:.0f}", f"{1e3 * predicted:.0f}", f"{seconds / predicted:.2f}",
                           f"{hidden:.0%}", f"{hidden_predicted:.0%}")  # fmt: skip
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

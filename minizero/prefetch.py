@@ -98,7 +98,8 @@ class Zero3Prefetch(Zero3):
     def _agree(self) -> Any:
         """All ranks have gathered in one order: the next time it is the plan."""
         answers = super()._agree()
-        self._plans |= self._order.of_phase
+        if self._order.agreed:
+            self._plans |= self._order.of_phase
         return answers
 
     # --- the all-gather of a unit's weights -----------------------------------------------------------

@@ -59,6 +59,7 @@ def test_of_zero3_each_unit_has_its_own_forward_and_backward_within_that_of_the_
 
 def late(rank):
     """Rank 1 starts 100 ms late; both wait 200 ms longer than they need."""
+    dist.barrier()
     with mz.record_timeline() as timeline:
         time.sleep(0.1 * rank)
         work = dist.all_reduce(torch.ones(1000), async_op=True)

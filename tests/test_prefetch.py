@@ -258,6 +258,27 @@ def test_a_rank_that_leaves_the_plan_alone_is_found_out(ranks):
         ranks(2).run(on_one_rank, 2)
 
 
+def one_of_them_evaluates(rank):
+    """Before the first step all gather in one order, but for rank 1 it is an evaluation's."""
+    model = Net(3)
+    engine = mz.Zero3Prefetch(model, sgd(model))
+    found = []
+    for step in range(3):
+        with torch.set_grad_enabled(rank == 0 or step > 0):
+            engine(batch(7).float())
+        with Events() as events:
+            engine.backward(engine(batch(step).float()).sum())
+        engine.step()
+        found.append(" ".join(events))
+    return found, [weight.sum().item() for weight in full(engine)]
+
+
+def test_an_order_that_was_another_phases_on_some_rank_is_nobodys_plan(ranks):
+    (found, weights), other = ranks(2).run(one_of_them_evaluates)
+    assert (found, weights) == other
+    assert found == [ON_DEMAND, ON_DEMAND, ONE_AHEAD]
+
+
 # --- never stale, and no traffic of its own -----------------------------------------------------------------
 
 

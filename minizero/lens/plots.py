@@ -656,7 +656,8 @@ def predicted(
     xs: Sequence[float], lines: Mapping[str, Sequence[float]], at: Sequence[float], dots: Mapping[str, Sequence[float]],
     xlabel: str, ylabel: str, title: str = "", log_x: bool = False,
 ) -> Figure:  # fmt: skip
-    """A model beside measurements: the lines of curve(), name -> ys over xs [n], and a dot wherever it was measured.
+    """A model beside measurements: the lines of curve(), name -> ys over xs [n], and a dot wherever it was measured. A logarithmic
+    axis has its numbers there.
 
     dots: name -> ys over at [m]; the names are those of lines
     """
@@ -670,6 +671,9 @@ def predicted(
     for name, line in zip(lines, list(ax.lines), strict=True):
         if name in dots:
             ax.plot(at, dots[name], "o", color=line.get_color(), markersize=5, markeredgecolor="white", clip_on=False)
+    if log_x:  # between powers of ten there is no other number to read
+        ax.set_xticks(at, [f"{x:.2g}" for x in at])
+        ax.minorticks_off()
     highest = max((y for ys in dots.values() for y in ys), default=0) * 1.08
     ax.set_ylim(0, max(highest, ax.get_ylim()[1]))
     for text in ax.texts:

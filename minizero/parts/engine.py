@@ -357,7 +357,7 @@ class Engine(nn.Module):
         for bucket in self.buckets:
             if not bucket.late:
                 bucket.prepare(self.loss_scale)
-        numbers = [self._own_squares()] + ([] if self._order is None else [self._order.fingerprint()])
+        numbers = [self._own_squares()] + ([] if self._order is None else self._order.fingerprints())
         somewhere, (self._squares, *orders) = comm.agree(flags, numbers, self.group, self.device)
         if self._order is not None:
             self._order.compare(*orders)

@@ -181,34 +181,36 @@ class Order(list[Unit]):
     its weights.
 
     of_phase    the same of the last forward and of the last backward, where somebody wants to know
+    agreed      whether all ranks had the same of_phase when they compared
     """
 
     def __init__(self, group: comm.Group):
         super().__init__()
         self._group = group
         self.of_phase: dict[Any, list[Unit]] = {}
+        self.agreed = False
 
     def clear(self) -> None:
         super().clear()
         self.of_phase = {}
 
-    def fingerprint(self) -> float:
-        """A number that is another one for another order."""
-        return float(zlib.crc32(repr((list(self), self.of_phase)).encode()))
+    def fingerprints(self) -> list[float]:
+        """Of the order, and of the orders of its phases: numbers that are others for other orders."""
+        return [float(zlib.crc32(repr(order).encode())) for order in (list(self), self.of_phase)]
 
-    def compare(self, fingerprints: Sequence[float]) -> None:
-        """RuntimeError, on every rank, unless all ranks have the same fingerprint: it says where their orders part."""
-        if len(set(fingerprints)) == 1:
+    def compare(self, orders: Sequence[float], phases: Sequence[float]) -> None:
+        """RuntimeError, on every rank, unless all ranks have the same order: it says where their orders part."""
+        self.agreed = len(set(phases)) == 1
+        if len(set(orders)) == 1:
             return
-        orders = comm.gather_objects([unit.name for unit in self], self._group)
-        rank = next((r for r, order in enumerate(orders) if order != orders[0]), 0)
-        places = enumerate(zip_longest(orders[0], orders[rank], fillvalue="nothing more"))
-        place, first, other = next(((i, a, b) for i, (a, b) in places if a != b), (0, "", ""))
-        where = f"at place {place} rank 0 gathered {first}, rank {rank} {other}" if rank else "in other forwards and backwards"
+        names = comm.gather_objects([unit.name for unit in self], self._group)
+        rank = next(r for r, theirs in enumerate(names) if theirs != names[0])
+        places = enumerate(zip_longest(names[0], names[rank], fillvalue="nothing more"))
+        place, first, other = next((i, a, b) for i, (a, b) in places if a != b)
         raise RuntimeError(
-            f"the ranks have run their units in different orders since the last step: {where}. They have computed with each other's "
-            "weights, and nothing was updated. Clear the gradients, and let every rank run the same units, each with a result of its own "
-            "that the loss depends on; or take Zero2"
+            f"the ranks have run their units in different orders since the last step: at place {place} rank 0 gathered {first}, "
+            f"rank {rank} {other}. They have computed with each other's weights, and nothing was updated. Clear the gradients, and let "
+            "every rank run the same units, each with a result of its own that the loss depends on; or take Zero2"
         )
 
 
