@@ -457,9 +457,9 @@ print("ZeRO-2 in one bucket, MB")
 print(peaks[1].split()[0])
 
 # %% [markdown]
-# *Higher* than ZeRO-1, by a hair, and nothing is left of the 1.5 MB. A bucket of all gradients has all its memory from the first gradient on: at the start of backward the rank holds the 8.2 MB of ZeRO-1. And at the **end of backward** it holds more. Follow it by kind. `grads` 2.07 MB is the bucket, 2Ψ = 1.66, and the shard,
-# 2Ψ/N = 0.41: memory of its own, where ZeRO-1's is a slice of the bucket. `comm` 2.07 MB is what the three other ranks send, three quarters of 2Ψ, 1.24; and 4Ψ/N = 0.83 for the **sum of a shard in fp32**, since four numbers of 16 bits are not added in 16 bits. The package adds by itself where gloo is the backend;
-# NCCL adds inside its kernel. Without these 0.83 MB the end would be at 7.45, and the peak where ZeRO-1 has it, at the start with 8.2: no gain either way. (ZeRO-1 needs the same `comm`, but no shard besides: its backward ends at 7.9.) What question 4 counted is what remains a moment later.
+# *Higher* than ZeRO-1, and nothing is left of the 1.5 MB. A bucket of all gradients has all its memory from the first gradient on: at the start of backward the rank holds the 8.2 MB of ZeRO-1. And at the **end of backward** both hold more. Follow it by kind. `grads` 2.07 MB is the bucket, 2Ψ = 1.66, and the shard,
+# 2Ψ/N = 0.41: memory of its own, where ZeRO-1's is a slice of the bucket. That is the difference. `comm` 2.48 MB is the buffer in which a rank receives, as large as the bucket; and 4Ψ/N = 0.83 for the **sum of a shard in fp32**, since four numbers of 16 bits are not added in 16 bits. The package adds by itself where gloo is the backend;
+# NCCL adds inside its kernel. Without these 0.83 MB the end would be at 7.9, and the peak where it was, at the start with 8.2: no gain either way. What question 4 counted is what remains a moment later.
 #
 # The other end of the table: below 0.25 MiB the messages double and the peak stays, because the largest tensor, 128 × 512 weights, is a bucket by itself however small the others are. In between, the rule is *small enough not to count beside the rest, large enough not to pay for latency* (lesson 01, question 3).
 # What a rank needs for gradients at any moment: the shards so far, one bucket under way with its receive buffer (and while a shard is added up, its sum in fp32), and one that fills.

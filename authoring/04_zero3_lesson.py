@@ -576,10 +576,10 @@ print(*(f"{extra:,}" for extra in beyond))
 plots.memory_bars(found[4, 4], "One of 4 ranks, 4 blocks (0.8 M parameters), AdamW in bf16, one row of 16 characters")
 
 # %% [markdown]
-# The root *and* the largest unit, to the byte, on any number of ranks: while a block runs, the root that encloses it is there as well. The whole list, at the peak on 4 ranks: weights of root and one block; gradients of the root, and besides those 3.08 blocks' (the block in backward, the one whose reduction is under way, three shards of a quarter each, and one matrix, a third of a block, which autograd has made and the engine has not yet moved); a receive buffer for the quarters of the three other ranks; and activations.
+# The root *and* the largest unit, to the byte, on any number of ranks: while a block runs, the root that encloses it is there as well. The whole list, at the peak on 4 ranks: weights of root and one block; gradients of the root, and besides those 3.08 blocks' (the block in backward, the one whose reduction is under way, three shards of a quarter each, and one matrix, a third of a block, which autograd has made and the engine has not yet moved); a receive buffer as large as a block's gradients; and activations.
 # Then backward ends, and 4.0 bytes are left.
 #
-# And ZeRO-2's peak is hardly higher, 5.3 MB against 5.0; on 2 ranks it is the lower one. Most of what ZeRO-3 saves at rest it spends at the peak: it handles whole blocks, each of them a quarter of this model, and ZeRO-2 smaller buckets. With 12 blocks it spends the same 1.7 MB, and at rest it saves 3.6: in a real model units and buckets are small beside the whole, and the saving stays.
+# And ZeRO-2's peak is hardly higher, 5.3 MB against 5.1; on 2 ranks it is the lower one. Most of what ZeRO-3 saves at rest it spends at the peak: it handles whole blocks, each of them a quarter of this model, and ZeRO-2 smaller buckets. With 12 blocks it spends the same 1.8 MB, and at rest it saves 3.6: in a real model units and buckets are small beside the whole, and the saving stays.
 #
 # **The claim, settled: true**, and now you can say what a "temporary buffer" is. It does not shrink with N, as what is held at rest does. It shrinks with smaller units: a model in one unit would be gathered whole. (Each unit that is gathered ahead adds one more: lesson 05.)
 #

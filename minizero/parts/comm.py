@@ -282,17 +282,16 @@ def agree(flags: Sequence[bool], numbers: Sequence[float], group: Group, device:
     votes = torch.zeros(len(flags) + size * len(numbers), dtype=torch.float64)
     votes[: len(flags)] = torch.tensor(flags, dtype=torch.float64)
     votes[len(flags) :].view(-1, size)[:, rank] = torch.tensor(numbers, dtype=torch.float64)
-    votes = votes.to(device)
+    if on_nccl(group):
+        votes = votes.to(device)
     with calls.logical("all_reduce", votes, group, unit="control", detail="SUM") as call:
         if on_nccl(group):
             dist.all_reduce(votes, group=group)
-        else:  # each rank's to all, and the sum here: one round of messages, where gloo's all-reduce makes several
-            sent_NV = kinds.tag(votes.repeat(size, 1), "comm")
-            received_NV = kinds.tag(torch.empty_like(sent_NV), "comm")
-            dist.all_to_all_single(received_NV, sent_NV, group=group)
-            torch.sum(received_NV, 0, out=votes)
-            flat.free(sent_NV)
-            flat.free(received_NV)
+        else:  # each rank's to all, and the sum here: fewer rounds of messages than gloo's all-reduce makes
+            of_ranks = kinds.tag(votes.new_empty(size * len(votes)), "comm")
+            _all_gather(of_ranks, votes, group=group)
+            torch.sum(of_ranks.view(size, -1), 0, out=votes)
+            flat.free(of_ranks)
         call.tell("done")
     answers = votes.tolist()
     flat.free(votes)

@@ -293,16 +293,15 @@ class Run:
         self._read()
         failed = [member for member in self.members if member.failed]
         first = min(failed, key=lambda member: (member.is_consequence, member.failed_at))
-        answer = first.answer
+        answer, found = first.answer, mismatch(self.stories)
         if answer is None:
-            kind, message = "ProcessDied", first.ending()
-            head = f"rank {first.rank} died: {message}"
+            kind, message = "ProcessDied", found.reason if found else first.ending()
+            head = f"rank {first.rank} died: {first.ending()}"
             details = f"  it was {first.standing()}{tail(self.folder / f'err-{first.rank}')}"
         else:
             kind, message = answer.exception_type, answer.message
             head = f"rank {first.rank} raised {kind}" + (f": {message}" if message else "")
             details = "\n" + _indent(_with_cells(answer.traceback)) if answer.traceback else ""
-        found = mismatch(self.stories)
         parts = [self._told(found) + "\n" if found else "", head, details, self._others(except_rank=first.rank)]
         return RankError("\n".join(filter(None, parts)), first.rank, kind, message)
 
