@@ -233,6 +233,7 @@ check("prefetch.backward", backward)
 # - When the turn of a unit has come, ask for it if it is not on its way; then for those after it, in order, as many
 #   as may be ahead. The first that does not fit ends it: no smaller one behind it goes before it.
 # - The unit whose turn it is does not count. So one that is larger than `max_live` is never ahead, and still runs.
+# - When it has computed it is freed, before anything more is asked for.
 #
 # Example, depth 2, max_live 8, P = 4, 4, 8, 4. When unit 0 computes, 1 is on its way (1 and 2 would be 12); when 1
 # computes, 2; when 2 computes, 3. With max_live 4 they are 1; none; 3.
@@ -278,6 +279,7 @@ check("prefetch.limit", forward_within)
 # - After `enter(unit)` its weights are there. The unit that `Plan` (exercise 1, depth 1) says comes next is on its way.
 # - After `leave(unit)` it is freed. After `end()` no unit is there or on its way: next, the optimizer may change the
 #   shards, and what was gathered before is old. What is under way cannot be called back; it has to be waited for.
+# - A unit that raised had entered, and belongs to the order. No unit runs twice in succession.
 #
 # Example: the last pass was 0, 1, 2, this one is 0, 2. enter(0): gather 0, gather 1, wait 0. enter(2): wait 1,
 # free 1, gather 2, wait 2. (The wait and the free of 1 may come as late as `end()`.)

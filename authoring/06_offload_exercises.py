@@ -7,7 +7,7 @@
 #
 # This machine may have no GPU, so the two sides are an agreement. `weights_S` and `grad_S` are on the
 # *device*, `master_S` is on the *host*, and so is what `torch.empty(n, dtype=…)` and its like make; what is
-# made out of a tensor (`clone`, `+`, `empty_like`) is on its side. **Only the link goes across**:
+# made out of a tensor (`clone`, `+`, `empty_like`, also `cpu()`) is on its side. **Only the link goes across**:
 # `link.copy(to, source)` begins to copy and returns an object with `wait()`; both tensors have one shape and
 # one dtype. The checks watch each operation: one that mixes the sides is refused, as on a GPU. So is one
 # that reads what has not arrived, or writes to what is still on its way.
@@ -55,8 +55,8 @@ class Host:
 #
 # `CpuAdam(lr, betas, eps, weight_decay)` is made once for all units of a rank. `step(unit, master_S,
 # grad_S)` is one AdamW step (`torch.optim.AdamW`, to 1e-6) on one unit, named by a string: it updates the
-# fp32 `master_S` in place. `grad_S` may be in 16 bits, and stays as it is. Write the formulas; no
-# `torch.optim`.
+# fp32 `master_S` in place. `grad_S` may be in 16 bits, and stays as it is. The name is what counts: the
+# tensors may lie elsewhere the next time. Write the formulas; no `torch.optim`.
 #
 # Moments are fp32, 8 bytes for each element of a unit that has been updated. A unit that had no gradient
 # misses a step, so each has **its own count**. Decay comes first and is decoupled: master × (1 − lr ·
@@ -139,11 +139,13 @@ check("offload.copy_and_wait", offload_step)
 #
 # Many units now: `unit.weights_S`, `unit.grad_S` (device) and `unit.master_S` (host, fp32). In backward
 # `on_gradient(unit)` is called when the unit's gradient is ready, and its copy leaves, while backward goes
-# on. Then `step(update)` goes through these units in the same order, and no others:
+# on. Then `step(update)` goes through these units in the same order, and no others. (From here on it is the
+# caller who clears gradients.)
 #
 # - it waits for a gradient right before `update(unit, grad)`, which changes `unit.master_S`, and not before;
 # - a unit's new weights leave right after its update, and travel while the next is updated;
-# - at most two of these copies up are under way at a time, and none when it returns.
+# - at most two of these copies up are under way at a time: before a third the older is waited for. When it
+#   returns there is none.
 #
 # Example, units 1 and 0: `on_gradient` begins down 1, then down 0. `step`: wait down 1, update 1, begin up
 # 1, wait down 0, update 0 (up 1 is under way), begin up 0, wait for both.
@@ -256,7 +258,8 @@ check("offload.budget", Budget)
 #
 # - `step(grad_S, sound)`: the update begun one step ago ends, and its weights go up. Then this one's begins,
 #   `update(master_S, grad)`, and is still under way when step returns. `grad_S` may be overwritten then.
-# - If `sound` is False, `grad_S` has overflowed: nothing begins. What began before it ends all the same.
+# - If `sound` is False, the gradient has overflowed on some rank: nothing begins on any, also where `grad_S` is
+#   finite. What began before it ends all the same.
 # - `finish()`: no update is lost. It may be called twice, and training may go on after it.
 #
 # Example: weight 0, gradients 1, 2, an update that subtracts. After the first step the weight is 0, after
@@ -303,7 +306,8 @@ check("offload.delayed", Delayed)
 # %% [markdown]
 # ## 6. Say the number
 #
-# What is where, what crosses, how long does it take? 1 GB is 10⁹ bytes, B is 10⁹, and 1 % off is right. A
+# What is where, what crosses, how long does it take? 1 GB is 10⁹ bytes, B is 10⁹, and 1 % off is right. Gradients
+# keep their place on the device, as in question 2 of the lesson. A
 # wrong answer is worked out line by line. `ask("offload.number", seed=1)` gives other figures, and other
 # questions too; `check` judges by those asked last.
 

@@ -322,6 +322,7 @@ class _Suspects:
 # --- 1. Adam on the host ---------------------------------------------------------------------------------------------
 
 _SETTINGS = {"lr": 0.125, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
 @exercise(
@@ -335,7 +336,7 @@ _SETTINGS = {"lr": 0.125, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0
     ],
 )
 def cpu_adam(answer, expect):
-    """equal to torch.optim.AdamW: first step, several, decay, eps, 16-bit gradients, a count for each unit; in place; 8 bytes an element; two at a time"""
+    """equal to torch.optim.AdamW: first step, several, decay, eps, defaults, 16-bit gradients, a count for each unit; in place; 8 bytes an element; two at a time"""
     _adam(answer, expect, "one element, the first step", {"a": [1.0]}, [{"a": [0.5]}])
     _adam(answer, expect, "one element, 3 steps", {"a": [1.0]}, [{"a": [0.5]}, {"a": [-2.0]}, {"a": [0.25]}])
     _adam(answer, expect, "weight decay", {"a": [4.0, -2.0]}, [{"a": [0.5, 1.0]}, {"a": [1.0, 3.0]}], weight_decay=0.5)
@@ -344,6 +345,11 @@ def cpu_adam(answer, expect):
         answer, expect, "two units, of which b misses two steps", {"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0]},
         [{"a": [1.0, -2.0, 3.0], "b": [1.0, 2.0]}, {"a": [2.0, 1.0, 1.0]}, {"a": [0.5, 3.0, -1.0]}, {"b": [-3.0, 1.0], "a": [1.0, 1.0, 1.0]}],
     )  # fmt: skip
+    _adam(
+        answer, expect, "two units of one size, of which b misses a step", {"a": [1.0, 2.0], "b": [4.0, 5.0]},
+        [{"a": [1.0, -2.0], "b": [3.0, 0.5]}, {"a": [2.0, 1.0]}, {"b": [-3.0, 1.0], "a": [1.0, 4.0]}],
+    )  # fmt: skip
+    _adam(answer, expect, "the defaults are AdamW's", {"a": [1.0, 20.0]}, [{"a": [0.5, -1e-7]}, {"a": [-2.0, 1e-6]}], given={}, **_DEFAULTS)
     steps = [{"a": [0.30078125, -1.703125, 0.01]}] * 40
     _adam(answer, expect, "40 steps with gradients in bf16", {"a": [1.0, 2.0, 3.0]}, steps, dtype=_BF16, betas=(0.9, 0.999))
     _adam_twice(answer, expect)
@@ -364,7 +370,7 @@ def _adamw(masters: Mapping[str, Tensor], steps: Sequence[Mapping[str, Tensor]],
                 master.grad = grad.float()
                 optimizers[unit].step()
             else:
-                mine = state.setdefault(unit, [0, 0, 0])
+                mine = state.setdefault(str(len(master)) if variant == "by size" else unit, [0, 0, 0])
                 if variant == "new state":
                     mine[:] = [0, 0, 0]
                 _adamw_otherwise(master, grad, mine, calls, step + 1, settings, variant)
@@ -378,10 +384,12 @@ def _adamw_otherwise(master: Tensor, grad: Tensor, state: list, calls: int, step
     m, v, t = state
     t += 1
     state[2] = t
-    t = {"count of calls": calls, "count of steps": step, "count from 0": t - 1}.get(variant, t)
+    t = {"count of calls": calls, "count of steps": step, "count from 0": t - 1, "count from 2": t + 1}.get(variant, t)
     if variant == "L2":
         grad = grad + decay * master
     m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad * grad
+    if variant == "not squared":
+        v = beta2 * state[1] + (1 - beta2) * grad
     if variant == "betas exchanged":
         m, v = beta2 * state[0] + (1 - beta2) * grad, beta1 * state[1] + (1 - beta1) * grad * grad
     if variant == "16 bits":
@@ -393,6 +401,8 @@ def _adamw_otherwise(master: Tensor, grad: Tensor, state: list, calls: int, step
         master.mul_(1 - decay)
     elif variant not in ("L2", "no decay", "decay last"):
         master.mul_(1 - lr * decay)
+    if variant == "times t":
+        first, second = 1 - beta1 * t, 1 - beta2 * t
     m, v = m / torch.tensor(first), v / torch.tensor(second)
     if variant == "eps inside":
         root = (v + eps).sqrt()
@@ -400,6 +410,8 @@ def _adamw_otherwise(master: Tensor, grad: Tensor, state: list, calls: int, step
         root = ((v * second).sqrt() + eps) / second**0.5
     else:
         root = v.sqrt() if variant == "no eps" else v.sqrt() + eps
+    if variant == "added":
+        lr = -lr
     master.sub_(lr * m if variant == "no root" else lr * m / (v if variant == "root forgotten" else root))
     if variant == "decay last":
         master.mul_(1 - lr * decay)
@@ -410,7 +422,12 @@ _ADAM_VARIANTS = {
     "m alone is corrected": "the bias correction of v is missing: it is 1 − β2^t",
     "v alone is corrected": "the bias correction of m is missing: it is 1 − β1^t",
     "count from 0": "the count begins at 0, and 1 − β^0 is 0: it is raised before the bias correction",
+    "count from 2": "the count is one too high: the first step's is 1",
+    "times t": "the bias correction is 1 − β to the power of t, not times t",
+    "not squared": "v is the mean of the gradient's square",
+    "added": "the update is added: it is subtracted",
     "new state": "moments and count begin anew in each step: they belong to the object, under the unit's name",
+    "by size": "two units of one size share moments: does each have moments of its own?",
     "count of calls": "one count for all units: it says how often step() was called, and not how many gradients are in this unit's moments",
     "count of steps": "one count for all units: a unit that had no gradient in a step has fewer of them in its moments",
     "L2": "the decay is added to the gradient, and Adam divides it away again (that is L2): AdamW's is decoupled, and shrinks the master itself",
@@ -426,17 +443,19 @@ _ADAM_VARIANTS = {
 }
 
 
-def _adam(answer, expect: Expect, text: str, masters: Mapping, steps: Sequence[Mapping], dtype: torch.dtype = _FP32, **settings) -> None:
+def _adam(answer, expect: Expect, text: str, masters: Mapping, steps: Sequence[Mapping], dtype: torch.dtype = _FP32, given: Mapping | None = None, **settings) -> None:
+    """given: the settings that the answer gets, where it does not get them all."""
     settings = _SETTINGS | settings
     masters = {unit: torch.tensor(values) for unit, values in masters.items()}
     steps = [{unit: torch.tensor(values).to(dtype) for unit, values in grads.items()} for grads in steps]
-    expect.case(text)
+    first = {f"{unit}'s master": master for unit, master in masters.items()} | {f"{unit}'s first gradient": grad for unit, grad in steps[0].items()}
+    expect.case(text, **first, **settings)
     causes = {
         "result type Float can't be cast": "an operation works in place in 16 bits: turn grad_S into fp32 first",
         "KeyError": "a unit's state is made when it is first met",
         "size of tensor": "two units have different sizes: does each have moments of its own?",
     }
-    outcome = expect.run(_adam_program, 1, answer, masters, steps, settings, causes=causes)[0]
+    outcome = expect.run(_adam_program, 1, answer, masters, steps, settings if given is None else given, causes=causes)[0]
     value = outcome.value
     by_hand = "the point is what an optimizer does: use the formulas"
     expect.that(not value["optimizers"], "the step is written by hand", "no torch.optim", f"{value['optimizers']} at work", cause=by_hand)
@@ -458,9 +477,11 @@ def _adam_program(rank, answer, masters, steps, settings):
     masters = {unit: master.clone() for unit, master in masters.items()}
     stepped, history, moved, kept = [], [], [], True
     handle = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(type(optimizer).__name__))
-    adam = answer(**settings)
+    adam, memory = answer(**settings), []
     try:
         for grads in steps:
+            memory.append(masters)
+            masters = {unit: master.clone() for unit, master in masters.items()}  # elsewhere: the name is what counts
             before = {unit: master.clone() for unit, master in masters.items()}
             for unit, grad in grads.items():
                 mine = grad.clone()
@@ -648,6 +669,7 @@ def overlap(answer, expect):
     _overlapped(answer, expect, "two units", [2, 3], [[1, 0]] * 2)
     _overlapped(answer, expect, "four units, of which two have no gradient in step 2", [4, 2, 5, 3], [[3, 2, 1, 0], [3, 1], [3, 2, 1, 0]])
     _overlapped(answer, expect, "three units in fp32", [4, 2, 5], [[2, 1, 0]] * 2, _FP32)
+    _overlapped(answer, expect, "six units, some of one size, of which none has a gradient in step 2", [2, 3, 2, 2, 3, 2], [[5, 4, 3, 2, 1, 0], [], [5, 4, 3, 2, 1, 0]])
 
 
 def _overlapped(answer, expect: Expect, text: str, sizes: list[int], steps: list[list[int]], dtype: torch.dtype = _BF16) -> None:
@@ -668,6 +690,10 @@ def _overlapped(answer, expect: Expect, text: str, sizes: list[int], steps: list
                 downs == want, "a gradient leaves in backward, and nobody waits for it there", f"after on_gradient({name}){step} under way: {', '.join(want)}", ", ".join(downs) or "nothing",
                 "backward stands still while it travels" if returned else "", _not_leaving(returned, want[-1], i),
             )  # fmt: skip
+        expect.that(
+            not this["idle"], "each object has its own state", "no update by an object that has heard of no gradient", f"updates of {', '.join(this['idle'])}",
+            "two trainings in one process disturb each other", "the list belongs to the class, or to the module: make it in __init__, for each object",
+        )  # fmt: skip
         updated = [name for name, *_ in this["updates"]]
         expect.that(
             updated == names, "step() updates the units that had a gradient, in this order", ", ".join(names), ", ".join(updated) or "none",
@@ -755,11 +781,12 @@ def _overlap_program(rank, answer, sizes, steps, dtype):
     machine, found = _Machine(), []
     units = _units(machine, sizes, dtype)
     with machine:
-        offload = answer(machine.link)
+        offload, idle = answer(machine.link), answer(machine.link)
     for t, order in enumerate(steps):
         machine.events.clear()
         machine.moves.clear()
         this: dict = {"backward": [], "updates": []}
+        updated: list[str] = []
 
         def update(unit, grad, this=this):
             this["updates"].append((unit.name, machine.names("down"), machine.names("up"), _begun(machine.events, "up")))
@@ -773,6 +800,8 @@ def _overlap_program(rank, answer, sizes, steps, dtype):
                 machine.aside(units[i].grad_S.copy_, _gradient(i, t, sizes[i]))
                 offload.on_gradient(units[i])
                 this["backward"].append((machine.names("down"), f"there down {units[i].name}'s grad_S" in machine.events))
+            idle.step(lambda unit, grad: updated.append(unit.name))
+            this["idle"] = [*updated]
             offload.step(update)
         this["most up"] = _most_up(machine.events)
         this["under way"] = [f"{each.what} {each.way}" for each in machine.under_way]
@@ -838,6 +867,7 @@ def _budgeted(answer, expect: Expect, text: str, start: list[float], steps: list
     down, up = ("down", "grad_S", S, "bfloat16"), ("up", "weights_S", S, "bfloat16")
     extra = [move for move in outcome.value["init"] if move != ("down", "weights_S", S, "bfloat16", move[4])]
     expect.that(not extra, "to begin with, the weights come down once, in 16 bits", f"weights_S down, {S} × bfloat16", _told([move[:4] for move in extra]), cause="widen on the host, after the copy")
+    _check_made(expect, outcome.value["made"], S, " in __init__")
     for t, this in enumerate(outcome.value["steps"]):
         step = f" in step {t + 1}" if len(steps) > 1 else ""
         _check_finished(expect, this["under way"], "when step() returns, nothing is under way", "the next forward would read weights that have not arrived")
@@ -853,12 +883,7 @@ def _budgeted(answer, expect: Expect, text: str, start: list[float], steps: list
                 "other": "what goes down is grad_S itself, and what arrives above is weights_S",
             },
         )  # fmt: skip
-        made = [(numel, dtype) for numel, dtype in this["made"] if numel >= S]
-        told = "; ".join(f"{numel} × {dtype}" for numel, dtype in dict.fromkeys(made))
-        cause = "a copy on the device is not needed: wait for the one that goes down"
-        if any(dtype == "float32" for _, dtype in made):
-            cause = "fp32 belongs on the host: .float() on the device makes 4 bytes a parameter there"
-        expect.that(not made, "the device has its weights and its gradients, and nothing else", "no new memory", f"{told}{step}", "that is what offload was to save", cause)
+        _check_made(expect, this["made"], S, step)
         expect.that(len(this["sums"]) == 1, "update() is called once in a step", "1 call", f"{len(this['sums'])}{step}")
         for key, what, rule in (
             ("sums", "the sum", "update() gets the sum of the step's gradients, added in fp32"),
@@ -869,6 +894,15 @@ def _budgeted(answer, expect: Expect, text: str, start: list[float], steps: list
             known = suspects.at(want[t][key], lambda history, t=t, key=key: history[t][key])
             expect.equal(got, want[t][key], of=f"{what}{step}", rule=rule, mistakes=known, tol=0)
     _check_alone(expect, outcome)
+
+
+def _check_made(expect: Expect, memory: Sequence[tuple[int, str]], S: int, when: str) -> None:
+    made = [(numel, dtype) for numel, dtype in memory if numel >= S]
+    told = "; ".join(f"{numel} × {dtype}" for numel, dtype in dict.fromkeys(made))
+    cause = "a copy on the device is not needed: wait for the one that goes down"
+    if any(dtype == "float32" for _, dtype in made):
+        cause = "fp32 belongs on the host: .float() on the device makes 4 bytes a parameter there"
+    expect.that(not made, "the device has its weights and its gradients, and nothing else", "no new memory", f"{told}{when}", "that is what offload was to save", cause)
 
 
 _BUDGET_VARIANTS = {
@@ -910,7 +944,7 @@ def _budget_program(rank, answer, start, steps):
     grad_S = machine.device("grad_S", torch.zeros(len(start), dtype=_BF16))
     with machine:
         offload = answer(machine.link, weights_S)
-    init, this = [*machine.moves], {}
+    init, made, this = [*machine.moves], [*machine.made], {}
 
     def update(master, total):
         _on_host(machine, master, total)
@@ -937,7 +971,7 @@ def _budget_program(rank, answer, start, steps):
         found.append({**this, "moves": [*machine.moves], "made": [*machine.made], "weights": weights_S.clone()})
         if this["under way"]:
             break
-    return {"init": init, "steps": found}
+    return {"init": init, "made": made, "steps": found}
 
 
 # --- 5. the delayed update ---------------------------------------------------------------------------------------------
@@ -960,6 +994,7 @@ def delayed(answer, expect):
     _delayed(answer, expect, "four steps", [1.0, 3.0, -2.0], "gggg")
     _delayed(answer, expect, "the second of three steps is skipped", [1.0, 3.0], "gsg")
     _delayed(answer, expect, "the last step is skipped, twice", [1.0, 3.0], "ggss")
+    _delayed(answer, expect, "step 2 is skipped, as another rank's gradient has overflowed", [1.0, 3.0], "gog")
     _delayed(answer, expect, "finish() in between", [1.0, 3.0], "ggfg")
     _delayed(answer, expect, "finish() before the first step, and a skipped one first", [1.0, 3.0], "fsgg")
 
@@ -968,12 +1003,13 @@ _DELAYED_RULES = "the weights miss the last gradient, and no other"
 
 
 def _delayed(answer, expect: Expect, text: str, start: list[float], pattern: str) -> None:
-    """pattern: g a step, s a step that overflows, f finish(); at the end comes finish(), twice."""
+    """pattern: g a step, s a step that overflows, o one that overflows elsewhere, f finish(); at the end comes finish(), twice."""
     expect.case(text)
     causes = {
         "grad_S is overwritten while": "backward writes into grad_S as soon as step() returns: its copy has to have arrived",
         "master_S is read while": "the master is read while an update is under way: wait for the update, then send the weights",
         "master_S is overwritten while": "two updates are at work on one master: the one before ends first",
+        "the copy that brings it": "copy() only begins to copy: wait for the gradient before the update with it is started",
         "gradient that was skipped": "sound=False says that grad_S has overflowed: nothing begins with it",
     }
     outcome = _run(expect, _delayed_program, answer, start, pattern, causes=causes)
@@ -995,10 +1031,15 @@ def _delayed(answer, expect: Expect, text: str, start: list[float], pattern: str
             this["weights"], want[i], of=f"weights_S {when}", rule=_DELAYED_RULES if call != "f" else "after finish() the weights have all gradients", tol=0,
             mistakes={cause: value for cause, value in known.items() if sent or cause != _STALE},
         )  # fmt: skip
+        if call == "f":
+            expect.equal(
+                this["master"], want[i], of=f"master_S {when}, rounded", rule="the updates are in the master_S that was handed over", tol=0,
+                mistakes={"what is updated is a copy of master_S, and whoever saves master_S saves old weights": torch.tensor(start).to(_BF16)},
+            )  # fmt: skip
         _check_finished(expect, this["copies"], f"{method} waits for its copies", "the next forward and backward read the weights and write the gradient")
         cause = "the update is waited for in the step that began it: it ends in the next" if this["started"] else "no update has begun: host.start(update, master_S, grad), in this step"
         if call != "g":
-            cause = "" if this["started"] else "an update is still under way: whoever ends it waits for it"
+            cause = _DELAYED_VARIANTS["finite"] * (call == "o") if this["started"] else "an update is still under way: whoever ends it waits for it"
         expect.that(
             len(this["beside"]) == (call == "g"), "after a sound step one update is under way, else none", f"{int(call == 'g')} {when}", f"{len(this['beside'])}",
             "the host does not work beside the next forward and backward" if call == "g" else "", cause,
@@ -1020,6 +1061,7 @@ def _delayed(answer, expect: Expect, text: str, start: list[float], pattern: str
 _STALE = "what is sent are the weights of before the update: wait for it first"
 _DELAYED_VARIANTS = {
     "stale": _STALE,  # its values are those of "lost" and "two", but weights have been sent
+    "finite": "sound says whether the gradient counts, on all ranks alike: this rank's may be finite and must not be used",
     "no delay": "there is no delay: the gradient of this step is in the weights already",
     "lost": "the last gradient is lost: finish() ends the update that is still under way, and sends its weights",
     "skip waits": "a skipped step does not end the update of the step before: it ends all the same, and its weights go up",
@@ -1035,12 +1077,12 @@ def _delayed_reference(start: list[float], calls: Sequence[str], variant: str = 
         grad = _delayed_gradient(weights, t)
         if call == "g" and variant == "no delay":
             pending.append(grad)
-        if (call, variant) not in (("f", "lost"), ("s", "skip waits")):
+        if (call, variant) not in (("f", "lost"), ("s", "skip waits"), ("o", "skip waits")):
             before = master.to(_BF16)
             while len(pending) > (variant == "two" and call != "f"):
                 master = master - pending.pop(0)
             weights = before if variant == "stale" else master.to(_BF16)
-        if call == "g" and variant != "no delay":
+        if call == "g" and variant != "no delay" or (call, variant) == ("o", "finite"):
             pending.append(grad)
         history.append(weights.clone())
     return history
@@ -1060,6 +1102,8 @@ def _delayed_program(rank, answer, start, pattern):
     def update(master, grad):
         _on_host(machine, master, grad)
         if not bool(machine.aside(lambda: torch.isfinite(grad).all())):
+            if machine.names("down"):
+                raise StillUnderWay("grad_S is read on the host, but the copy that brings it has not been waited for")
             raise ValueError("update was given a gradient that was skipped")
         if not machine.running:
             open_calls.append(1)
@@ -1076,12 +1120,12 @@ def _delayed_program(rank, answer, start, pattern):
                 delayed.finish()
             else:
                 machine.look([weights_S], [grad_S])  # forward and backward
-                values = machine.aside(_delayed_gradient, weights_S, t) if call == "g" else torch.full((len(start),), torch.inf)
+                values = machine.aside(_delayed_gradient, weights_S, t) if call in "go" else torch.full((len(start),), torch.inf)
                 machine.aside(grad_S.copy_, values)
                 delayed.step(grad_S) if call == "g" else delayed.step(grad_S, sound=False)
         copies = [f"{each.what} {each.way}" for each in machine.under_way if each.way != "beside"]
         this = {"beside": machine.names("beside"), "started": "beside the update" in machine.events, "in the open": bool(open_calls)}
-        found.append(this | {"weights": weights_S.clone(), "copies": copies, "moves": [*machine.moves]})
+        found.append(this | {"weights": weights_S.clone(), "master": master_S.to(_BF16), "copies": copies, "moves": [*machine.moves]})
     return found
 
 
@@ -1160,6 +1204,9 @@ def _link_question(psi: int, n: int, rng) -> Question:
     mistakes = {
         "that is all ranks together: each copies its own shard": answer * n,
         "gradients are 2 bytes, not 4": (4 * g + up) * psi / n,
+        "the weights are fetched for forward and backward of each micro-batch, not once a step": (2 * g + 4) * psi / n if params and g > 1 else None,
+        "that is one micro-batch": 6 * psi / n if params and g > 1 else None,
+        "something of each micro-batch is missing: its gradient down, or its weights up for forward and again for backward": 4 * g * psi / n if params else None,
         "only the gradients: the new weights go up as well": 2 * g * psi / n,
         "only the weights: each micro-batch's gradient goes down as well": up * psi / n,
         "the moments never cross: the update is where they are": (2 * g + up + 24) * psi / n,
@@ -1317,6 +1364,11 @@ def _staged(answer, expect: Expect, sizes: list[int]) -> None:
     expect.that(
         not stray, "weights travel through the two staging buffers", "staging 0 and staging 1", f"{', '.join(stray)} through other memory",
         "there is no more pinned memory than these two", "new memory for each unit has no bug, and needs as much host memory as there are weights: wait before a buffer is filled again",
+    )  # fmt: skip
+    alike = [name for name, here, before in zip(names[1:], through[1:], through, strict=False) if here[-1] == before[-1]]
+    expect.that(
+        not alike, "the two staging buffers take turns", "staging 0, staging 1, staging 0, …", f"{', '.join(alike)} through the buffer of the unit before", "each unit waits for the one before",
+        "with one buffer it can be filled only when the copy of the unit before is over",
     )  # fmt: skip
     for i, (name, downs, ups, begun) in enumerate(this["updates"]):
         later = [f"{each}'s grad_S" for each in names[i + 1 :]]

@@ -208,8 +208,12 @@ def _input(widths: Sequence[int], rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(_ROWS, widths[0], generator=generator), torch.randn(_ROWS, widths[-1], generator=generator)
 
 
+def _numels(widths: Sequence[int]) -> list[int]:
+    return [(inputs + 1) * outputs for inputs, outputs in zip(widths, widths[1:], strict=False)]
+
+
 def _padded(widths: Sequence[int], n: int) -> list[int]:
-    return [_up((inputs + 1) * outputs, n) for inputs, outputs in zip(widths, widths[1:], strict=False)]
+    return [_up(numel, n) for numel in _numels(widths)]
 
 
 def _through(layers: Sequence[_Layer], path: Sequence[int], x: Tensor) -> Tensor:
@@ -820,6 +824,7 @@ _LIMITS: dict[str, Callable[[Sequence[int], int, int], list[list[int]]]] = {
     "a unit that does not fit is left out, and a smaller one behind it goes before it: the first that does not fit ends it": lambda P, depth, most: _limited(P, depth, most, stop=False),
     "a unit whose turn has come does not count any more: take it off what is ahead": lambda P, depth, most: _limited(P, depth, most, forget=False),
     "more than `depth` units are ahead": lambda P, depth, most: _limited(P, depth + 1, most),
+    "parameters are counted without the padding, which travels as well: unit.P counts it": lambda P, depth, most: _limited(_numels(_LIMIT_WIDTHS), depth, most),
     "depth is not looked at: max_live alone decides": lambda P, depth, most: _limited(P, len(P), most),
 }  # fmt: skip
 
@@ -856,7 +861,7 @@ def limit(answer, expect):
                 )  # fmt: skip
         wanted = _limited(P, depth, most)
         _check_forwards(
-            expect, outcomes, _LIMIT_WIDTHS, lambda i, wanted=wanted: wanted[i], None, "as many units are ahead as depth and max_live allow, in order",
+            expect, outcomes, _LIMIT_WIDTHS, lambda i, wanted=wanted: wanted[i], depth + 1, "as many units are ahead as depth and max_live allow, in order",
             lambda kind: cause or _LESS * (kind == "none"),
         )  # fmt: skip
 
@@ -880,20 +885,21 @@ _PASSES: list[tuple[str, list[str]]] = [
     ("unit 0 runs twice", ["0102", "0102"]),
     ("unit 1 raises in pass 2", ["0123", "01!", "0123", "0123"]),
     ("unit 0, the first, raises in pass 2", ["012", "0!", "012"]),
+    ("unit 0, the first, raises in pass 1", ["0!", "012", "012"]),
+    ("unit 2, the last, raises in pass 2", ["012", "012!", "012"]),
     ("pass 2 is an evaluation that stops early", ["0123", "e01", "0123"]),
     ("pass 2 goes on for longer", ["01", "0123", "0123"]),
 ]
 
 
 def _expected_passes(passes: Sequence[str]) -> list[dict]:
-    """Of each pass: its order, whether it raises, for each place what is ahead; None after one that raised, where two orders may be the plan."""
-    found, plan, sure = [], _Plan(), True
+    """Of each pass: its order, whether it raises, for each place what is ahead."""
+    found, plan = [], _Plan()
     for each in passes:
         path = [int(c) for c in each if c.isdigit()]
         coming = [plan.at(i, 1) for i in path]
         plan.end()
-        found.append({"path": path, "raises": "!" in each, "evaluation": each.startswith("e"), "coming": coming if sure else None})
-        sure = "!" not in each
+        found.append({"path": path, "raises": "!" in each, "evaluation": each.startswith("e"), "coming": coming})
     return found
 
 
@@ -945,7 +951,7 @@ def _pass(made, units: Sequence[_Unit], path: Sequence[int], x: Tensor) -> Tenso
     ],
 )
 def stale(answer, expect):
-    """9 histories on 2 ranks with steps between passes: outputs with the weights of now, what is ahead, nothing in flight and nothing there after a pass, an evaluation, an exception"""
+    """11 histories on 2 ranks with steps between passes: outputs with the weights of now, what is ahead, nothing in flight and nothing there after a pass, an evaluation, an exception"""
     causes = _RUN_CAUSES | {
         "a bad batch": "the exception of a unit must not be raised by the prefetcher",
         "has no attribute 'enter'": "the class needs a method enter(unit)",
@@ -967,7 +973,7 @@ def _check_pass(expect: Expect, outcome: Outcome, k: int, this: dict) -> None:
     _check_use(rank, run)
     in_vain: list[int] = []
     for place, (_, i, state) in enumerate(run["moments"]):
-        coming = this["coming"][place] if this["coming"] is not None else [j for j in this["path"][place + 1 : place + 2] if state[j][0] == _COMING]
+        coming = this["coming"][place]
         kept = [j for j in in_vain if j not in coming and state[j][0] != _AWAY]  # may wait until end()
         state = {j: (_AWAY, gradients) if j in kept and j != i else (weights, gradients) for j, (weights, gradients) in state.items()}
         rule = "the unit that came next the last time is on its way, and no other" if coming else "where nobody knows what comes next, nothing is asked for"
@@ -975,18 +981,17 @@ def _check_pass(expect: Expect, outcome: Outcome, k: int, this: dict) -> None:
         if coming and coming != this["path"][place + 1 : place + 2]:
             in_vain += coming
     _check_at_rest(expect, rank, run, this)
-    if this["coming"] is not None:
-        want, coming = [], []
-        for i, following in zip(this["path"], this["coming"], strict=True):
-            want += [*([i] if coming != [i] else []), *following]
-            coming = following
-        got = [int(event.split()[1]) for event in run["events"] if event.startswith("gather")]
-        expect.that(
-            sorted(got) == sorted(want), "each unit is gathered once for each time it runs; besides, only what was asked for in vain",
-            f"gathers of {', '.join(map(str, sorted(want)))}", f"of {', '.join(map(str, sorted(got)))} on rank {rank}",
-            cause="a unit that was on its way already is gathered again" if len(got) > len(want) else "a unit was not gathered for this pass: it was there from before",
-        )  # fmt: skip
-        _check_gathers(rank, run, want)
+    want, coming = [], []
+    for i, following in zip(this["path"], this["coming"], strict=True):
+        want += [*([i] if coming != [i] else []), *following]
+        coming = following
+    got = [int(event.split()[1]) for event in run["events"] if event.startswith("gather")]
+    expect.that(
+        sorted(got) == sorted(want), "each unit is gathered once for each time it runs; besides, only what was asked for in vain",
+        f"gathers of {', '.join(map(str, sorted(want)))}", f"of {', '.join(map(str, sorted(got)))} on rank {rank}",
+        cause="a unit that was on its way already is gathered again" if len(got) > len(want) else "a unit was not gathered for this pass: it was there from before",
+    )  # fmt: skip
+    _check_gathers(rank, run, want)
     _check_own(expect, rank, run["sent"])
     if this["raises"]:
         return

@@ -177,3 +177,12 @@ class ZeroMaster(Right):
     def __init__(self, link, weights_S):
         self.link, self.weights_S, self.sum_S = link, weights_S, None
         self.master_S = torch.zeros(weights_S.shape)
+
+
+@wrong("a copy on the device is not needed")
+class KeepsACopy(Right):
+    """Has a second set of weights on the device from the beginning."""
+
+    def __init__(self, link, weights_S):
+        super().__init__(link, weights_S)
+        self.old = weights_S.clone()

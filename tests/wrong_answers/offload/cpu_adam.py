@@ -188,3 +188,67 @@ class ChangesGrad(Right):
 
 
 wrong("the answer is a function", 3, mistake="no class")
+
+
+@wrong("does each have moments of its own?")
+class OneForEachSize(Right):
+    """Finds moments by the size of the unit."""
+
+    def moments(self, unit, like):
+        return super().moments(len(like), like)
+
+
+@wrong("begin anew in each step")
+class OneForEachPlace(Right):
+    """Finds moments by where the master lies."""
+
+    def moments(self, unit, like):
+        return super().moments(like.data_ptr(), like)
+
+
+@wrong("")
+class OtherDefaults(Right):
+    """Has other defaults than AdamW."""
+
+    def __init__(self, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
+        super().__init__(lr, betas, eps, weight_decay)
+
+
+@wrong("one too high")
+class CountsFromTwo(Right):
+    """Counts one too many."""
+
+    def count(self, state):
+        return super().count(state) + 1
+
+
+@wrong("the gradient's square")
+class NotSquared(Right):
+    """Takes the mean of the gradient for v."""
+
+    def step(self, unit, master_S, grad_S):
+        state, grad_S = self.moments(unit, master_S), grad_S.float()
+        t = self.count(state)
+        grad_S = self.decay(master_S, grad_S)
+        state["m"].mul_(self.betas[0]).add_(grad_S, alpha=1 - self.betas[0])
+        state["v"].mul_(self.betas[1]).add_(grad_S, alpha=1 - self.betas[1])
+        self.move(master_S, self.corrected(state["m"], t) / self.root(state["v"], t))
+
+
+@wrong("it is subtracted")
+class Added(Right):
+    """Adds the update."""
+
+    def move(self, master_S, update_S):
+        master_S.add_(self.lr * update_S)
+
+
+@wrong("to the power of t")
+class TimesT(Right):
+    """Corrects with β times t."""
+
+    def root(self, v, t):
+        return (v / (1 - self.betas[1] * t)).sqrt() + self.eps
+
+    def corrected(self, m, t):
+        return m / (1 - self.betas[0] * t)

@@ -208,3 +208,29 @@ class Calls(Right):
 
     def begin(self, host_S):
         self.beside = self.host.start(self.update(self.master_S, host_S))
+
+
+@wrong("what is updated is a copy of master_S")
+class AMasterOfItsOwn(Right):
+    """Updates a copy of the master."""
+
+    def __init__(self, link, host, weights_S, master_S, update):
+        super().__init__(link, host, weights_S, master_S.clone(), update)
+
+
+@wrong("on all ranks alike")
+class LooksForItself(Right):
+    """Goes by its own gradient, and not by `sound`."""
+
+    def step(self, grad_S, sound=True):
+        super().step(grad_S, bool(grad_S.isfinite().all()))
+
+
+@wrong("wait for the gradient before the update with it is started")
+class DoesNotWaitForTheGradient(Right):
+    """Starts the update while its gradient is on the way."""
+
+    def down(self, grad_S):
+        host_S = torch.empty(grad_S.shape, dtype=grad_S.dtype)
+        self.copy = self.link.copy(host_S, grad_S)
+        return host_S

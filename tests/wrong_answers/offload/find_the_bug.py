@@ -24,6 +24,8 @@ def mended(wait="above", buffers=2, last=2):
                 rounded_S = torch.empty(rounded_S.shape, dtype=rounded_S.dtype)
             if wait == "above" and i >= 2:
                 ups[i - 2].wait()
+            if wait == "one earlier" and i:
+                ups[i - 1].wait()
             if wait == "one too few" and i >= 3:
                 ups[i - 3].wait()
             rounded_S.copy_(unit.master_S)
@@ -50,3 +52,4 @@ wrong("travel while the next is updated", "b", mended("before the update"), mist
 wrong("needs as much host memory as there are weights", "b", mended("new memory", last=9), mistake="makes memory for each unit")
 wrong("its wait() is missing", "b", mended(last=1), mistake="waits for the last copy only")
 wrong("gradients travel beside the updates", "b", mended("all gradients"), mistake="waits for all gradients first")
+wrong("with one buffer it can be filled only when", "b", mended("one earlier", buffers=1), mistake="uses one buffer of the two")

@@ -160,3 +160,54 @@ class OnTheDevice(Right):
             update(unit, unit.grad_S)
             self.send(unit)
         self.end()
+
+
+@wrong("one piece of memory for all gradients")
+class OneBufferForEachSize(Right):
+    """Has one piece of host memory for each size."""
+
+    def __init__(self, link):
+        super().__init__(link)
+        self.memory = {}
+
+    def on_gradient(self, unit):
+        n = len(unit.grad_S)
+        grad_S = self.memory.setdefault(n, torch.empty(n, dtype=unit.grad_S.dtype))
+        self.downs.append((unit, grad_S, self.link.copy(grad_S, unit.grad_S)))
+
+
+@wrong("a unit's update is missing")
+class FourUnits(Right):
+    """Takes it for granted that there are four units."""
+
+    def step(self, update):
+        self.downs = self.downs[:4]
+        super().step(update)
+
+
+@wrong("the list belongs to the class")
+class OfTheClass(Right):
+    """Has one list for all objects."""
+
+    downs = []
+
+    def __init__(self, link):
+        self.link, self.ups = link, []
+
+
+@wrong("")
+class FirstAndLast(Right):
+    """Waits for the first copy and the last, also where there is none."""
+
+    def step(self, update):
+        ups = []
+        for unit, grad_S, down in self.downs:
+            down.wait()
+            update(unit, grad_S)
+            if len(ups) >= 2:
+                ups[-2].wait()
+            ups.append(self.link.copy(unit.weights_S, unit.master_S.to(unit.weights_S.dtype)))
+        ups[0].wait()
+        ups[-2 if len(ups) > 1 else -1].wait()
+        ups[-1].wait()
+        self.downs.clear()

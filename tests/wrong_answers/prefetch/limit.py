@@ -148,3 +148,34 @@ def behind(units, x, depth, max_live):
         x = unit(x)
         unit.free()
     return x
+
+
+@wrong("comes before the free() of the unit that has just computed")
+def fills_up_before_the_free(units, x, depth, max_live):
+    """Asks for more when a unit has computed, and frees it then."""
+    asked = 0
+
+    def fill(i):
+        nonlocal asked
+        while asked < len(units) and asked - i <= depth and sum(unit.P for unit in units[i + 1 : asked + 1]) <= max_live:
+            units[asked].gather()
+            asked += 1
+
+    for i, unit in enumerate(units):
+        if asked <= i:
+            unit.gather()
+            asked = i + 1
+        fill(i)
+        unit.wait()
+        x = unit(x)
+        if i + 1 < asked:
+            fill(i + 1)
+        unit.free()
+    return x
+
+
+@wrong("unit.P counts it")
+def without_padding(units, x, depth, max_live):
+    """Counts the layer's own parameters."""
+    numel = lambda unit: sum(param.numel() for param in unit.layer.parameters())  # noqa: E731
+    return run(units, x, depth, max_live, fits=lambda live, unit: live + numel(unit) <= max_live)

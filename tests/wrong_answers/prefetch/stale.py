@@ -180,3 +180,55 @@ class AsksForTheNextFirst(Right):
         if not there:
             unit.gather()
         unit.wait()
+
+
+@wrong("a guess is gathered in vain")
+class KeepsTheOldPlan(Right):
+    """Keeps the plan of the pass before when a pass has raised."""
+
+    def end(self):
+        raised = self.working is not None
+        self.drop()
+        if raised:
+            self.leave(self.working)
+            self.plan.this = []
+        else:
+            self.plan.end()
+
+
+@wrong("does it hear of every unit, and of every end()")
+class ForgetsAfterAnException(Right):
+    """Has no plan when a pass has raised."""
+
+    def end(self):
+        raised = self.working is not None
+        super().end()
+        if raised:
+            self.plan.last = []
+
+
+@wrong("does it hear of every unit, and of every end()")
+class NotesWhenItLeaves(Right):
+    """Notes a unit when it leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.order, self.before = [], []
+
+    def look_ahead(self, unit):
+        done = len(self.order) + 1
+        if [*self.order, unit] == self.before[:done]:
+            for following in self.before[done : done + 1]:
+                following.gather()
+                self.ahead = following
+
+    def leave(self, unit):
+        super().leave(unit)
+        self.order.append(unit)
+
+    def end(self):
+        self.drop()
+        if self.working is not None:
+            self.working.free()
+            self.working = None
+        self.before, self.order = self.order, []
