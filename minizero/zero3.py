@@ -58,7 +58,7 @@ class Zero3(Engine):
                 unit.buckets.append(self._bucket(unit.name, params, weights))
                 self.buckets.append(unit.buckets[-1])
         self._ready: Unit | None = None  # its backward is over, and its gradients have not left yet
-        self._reduced: set[Unit] = set()  # in this backward
+        self._reduced: set[TransientBucket] = set()  # in this backward
         self._under_way: dict[TransientBucket, comm.Pending] = {}  # the last reduction
         self._order = Order(self.group)
         self._take_over()
@@ -93,13 +93,17 @@ class Zero3(Engine):
     def _at_rest(self) -> None:
         """Backward is over, for all units."""
 
+    def _complete(self, unit: Unit) -> bool:
+        """Each of its parameters has its gradient of this backward."""
+        return all(bucket.complete for bucket in unit.buckets)
+
     # --- the all-gather of a unit's weights -----------------------------------------------------------
 
     def _gather(self, unit: Unit) -> list[comm.Pending]:
         """Ask all ranks for its weights."""
         if unit.resident:
             return []
-        self._order.append(unit)
+        self._order.note("gathered", unit.name)
         return [comm.all_gather(shard.allocate(), shard.give(), self.group, unit.name) for shard in unit.shards]
 
     def _arrive(self, unit: Unit, gathers: list[comm.Pending]) -> None:
@@ -114,15 +118,17 @@ class Zero3(Engine):
 
     def _reduce(self, unit: Unit) -> None:
         """Its gradients leave: this rank gets the mean of its shard."""
-        if unit not in self._reduced:
-            self._reduced.add(unit)
-            for bucket in unit.buckets:
+        for bucket in unit.buckets:
+            if bucket not in self._reduced:
+                self._land()
+                self._reduced.add(bucket)
+                self._order.note("reduced", unit.name)
                 self._launch(bucket)
 
     def _reduce_ready(self) -> None:
-        unit, self._ready = self._ready, None
-        if unit is not None:
-            self._reduce(unit)
+        if self._ready is not None:
+            self._reduce(self._ready)
+            self._ready = None
 
     def _reduce_the_rest(self) -> None:
         """Backward has ended. Units to which it did not come give zeros."""

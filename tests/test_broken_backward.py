@@ -62,6 +62,28 @@ def goes_on(rank, world_size, engine_type, clear):
     return distance(weights(engine), reference(world_size, (0, 1, 2)))
 
 
+def goes_on_after_one_rank_has_failed(rank, world_size, engine_type):
+    engine = wrapped(engine_type)
+    for step in (0, 1, 2):
+        if step == 1:
+            if rank == 0:
+                loss = loss_that_raises(engine, engine.module[1][1], 100 * batch(9, rank))
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+            else:
+                engine(batch(9, rank)).square().mean().backward()
+            engine.zero_grad()
+        engine(batch(step, rank)).square().mean().backward()
+        engine.step()
+    return distance(weights(engine), reference(world_size, (0, 1, 2)))
+
+
+@every_engine
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_backward_that_raises_on_one_rank_leaves_no_other_one_waiting(ranks, engine_type, world_size):
+    assert max(ranks(world_size).run(goes_on_after_one_rank_has_failed, world_size, engine_type)) <= 1e-12
+
+
 @every_engine
 @pytest.mark.parametrize("clear", ["engine", "optimizer"])
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -106,7 +106,7 @@ def test_every_function_that_differs_is_shown_whole_and_no_other(steps):
 
 def test_a_step_that_derives_from_the_old_one_loses_nothing():
     lines = changes(mz.Zero3, mz.Zero3Prefetch).splitlines()[2:]
-    assert [line for line in lines if line.startswith("-")] == ["-class Zero3Prefetch(Engine):", "-    optimizer_sees_shards = True"]
+    assert not [line for line in lines if line.startswith("-")] and "+class Zero3Prefetch(Zero3):" in lines
     assert "+        return super().forward(*args, **kwargs)" in lines or "+            return super().forward(*args, **kwargs)" in lines
 
 

@@ -410,6 +410,20 @@ def test_the_state_dict_is_the_plain_models_and_loads_rank_0s_values(ranks, engi
         assert errors[1].startswith("RuntimeError: Error(s) in loading state_dict for Awkward")
 
 
+def loaded_in_between(rank, engine_type, precision):
+    model = build("awkward")
+    engine = engine_type(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), precision=precision)
+    loss = loss_of(engine, rows(model, 0, 4))
+    engine.load_state_dict(engine.state_dict())
+    return refusal(engine.backward, loss)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_graph_from_before_a_state_was_loaded_is_refused(ranks, engine_type, precision):
+    for error in ranks(2).run(loaded_in_between, engine_type, precision):
+        assert "has changed since the forward" in error or "modified by an inplace operation" in error
+
+
 def loading_on_one_rank(rank, engine_type):
     model = build("awkward")
     engine = engine_type(model, sgd(model))

@@ -44,6 +44,33 @@ def test_reduce_scatter_gives_the_mean_summed_in_rank_order_and_16_bits_in_float
     assert torch.equal(torch.cat(shards), mean_in_rank_order(world_size, 60, dtype))
 
 
+class Interrupted:
+    """The first who waits for it is interrupted when it is complete."""
+
+    def __init__(self, work):
+        self.work, self.first = work, True
+
+    def wait(self):
+        self.work.wait()
+        first, self.first = self.first, False
+        if first:
+            raise KeyboardInterrupt
+
+
+def interrupted(rank, world_size):
+    shard_S, full_P = torch.full((30,), torch.nan), of_rank(rank, 60)
+    pending = comm.reduce_scatter_mean(shard_S, full_P, comm.default_group(), "test")
+    pending._works = [Interrupted(work) for work in pending._works]
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    pending.wait()
+    return shard_S
+
+
+def test_who_is_interrupted_while_waiting_may_wait_again(ranks):
+    assert torch.equal(torch.cat(ranks(2).run(interrupted, 2)), mean_in_rank_order(2, 60, torch.float32))
+
+
 def largest_float16(rank):
     full_P = torch.tensor([65504.0, (-1) ** rank * 65504.0], dtype=torch.float16)
     comm.reduce_scatter_mean(flat.shard(full_P, rank, 2), full_P, comm.default_group(), "test").wait()

@@ -675,6 +675,33 @@ def test_a_graph_that_would_give_a_wrong_gradient_is_refused(ranks, world_size):
         assert found["resident"] == []
 
 
+def with_a_graph_that_one_rank_keeps(rank, world_size, engine_type):
+    """As by `if rank == 0: history.append(loss)`, of a forward to which no backward comes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    alone = copy.deepcopy(model)
+    engine, optimizer, kept = engine_type(model, sgd(model)), sgd(alone), []
+    for step in range(3):
+        x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        mine = share(x, rank, world_size)
+        loss = engine(mine).square().mean()
+        if rank == 0:
+            kept.append(loss)
+        del loss
+        engine.backward(engine(mine).square().mean())
+        engine.step()
+        alone(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return farthest(engine, alone)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("engine_type", [mz.Zero3, mz.Zero3Prefetch, mz.Zero3Offload])
+def test_a_graph_that_only_one_rank_keeps_changes_nothing(ranks, engine_type, world_size):
+    assert max(ranks(world_size).run(with_a_graph_that_one_rank_keeps, world_size, engine_type)) <= 1e-12
+
+
 # --- branches ---------------------------------------------------------------------------------------
 
 # For each of three ranks, the experts that it runs. Expert 2 is nobody's.
@@ -733,7 +760,7 @@ def test_ranks_that_run_units_in_different_orders_are_found_out_before_a_paramet
     for rank in range(2):
         error, again, unmoved, stepped, same_as_before = torch.load(tmp_path / str(rank))
         assert error.startswith("RuntimeError: the ranks have run their units in different orders since the last step: at place ")
-        assert "rank 0 gathered experts.0, rank 1 experts.1" in error
+        assert "rank 0 has gathered experts.0, rank 1 gathered experts.1" in error
         assert again.startswith("RuntimeError: the ranks have run their units in different orders")
         assert unmoved and stepped and not same_as_before
 
@@ -743,6 +770,49 @@ def of_another_size(rank):
     engine = mz.Zero3(model, sgd(model))
     engine.module["units"][rank](torch.ones(1, [4, 64][rank])).sum().backward()
     engine.step()
+
+
+def in_another_order_unnoticed(rank, how, folder):
+    """Where gradients are cleared between forward and backward, or where nothing needs to be gathered."""
+    torch.manual_seed(0)
+    model = Experts(3)
+    if how == "cleared":
+        model.experts.requires_grad_(False)
+    engine = mz.Zero3(model, torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1))
+    before = full(engine)
+    with engine.gathered() if how == "gathered" else contextlib.nullcontext():
+        loss = loss_of(engine, rows(model, 0, 4), (0, 1) if rank == 0 else (1, 0))
+        if how == "cleared":
+            engine.zero_grad()
+        engine.backward(loss)
+    torch.save((refusal(engine.step), same(before, full(engine))), folder / str(rank))
+
+
+@pytest.mark.parametrize("how", ["cleared", "gathered"])
+def test_another_order_is_found_out_also_where_no_gather_of_this_backward_shows_it(ranks, how, tmp_path):
+    with pytest.raises(mz.RankError, match="the ranks issue different collectives"):
+        ranks(2).run(in_another_order_unnoticed, how, tmp_path)
+    for rank in range(2):
+        error, unmoved = torch.load(tmp_path / str(rank))
+        assert error.startswith("RuntimeError: the ranks have run their units in different orders") and unmoved
+
+
+def each_its_own_module(rank, folder):
+    model = Net(2)
+    engine = mz.Zero3(model, sgd(model))
+
+    def read():
+        with engine.gathered(model.blocks[rank]):
+            pass
+
+    torch.save(refusal(read), folder / str(rank))
+
+
+def test_gathered_for_another_module_on_each_rank_is_an_error(ranks, tmp_path):
+    with pytest.raises(mz.RankError, match="the ranks issue different collectives"):
+        ranks(2).run(each_its_own_module, tmp_path)
+    for rank in range(2):
+        assert torch.load(tmp_path / str(rank)).startswith("RuntimeError: the ranks have called gathered() for different modules")
 
 
 def test_units_of_different_sizes_at_the_same_time_are_an_error_that_says_where(ranks):

@@ -36,7 +36,7 @@ def changes(old: type, new: type) -> Diff:
     before, after = _parts(old), _parts(new)
     kept = {part for part in before if part not in after and hasattr(inspect.getmodule(new), part.partition(".")[0])}
     if issubclass(new, old) and new is not old:  # it has all of the old step, and calls what it goes beyond
-        kept = before.keys() - {""}
+        kept = set(before)
     before = {part: lines for part, lines in before.items() if part not in kept}
     lines = [f"--- {_path(old)}", f"+++ {_path(new)}"]
     in_order = (line[2:] for line in difflib.ndiff(list(before), list(after)) if line[0] != "?")

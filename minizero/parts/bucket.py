@@ -328,6 +328,11 @@ class TransientBucket(ShardBucket):
         self._awaited: set[nn.Parameter] = set()  # whose .grad is empty for autograd to put a gradient there
 
     @property
+    def complete(self) -> bool:
+        """Each parameter's gradient of this backward is in the buffer."""
+        return len(self._filled) == len(self.params)
+
+    @property
     def resident(self) -> bool:
         """The whole gradients have memory."""
         return self.grad_P.untyped_storage().nbytes() > 0

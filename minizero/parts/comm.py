@@ -131,14 +131,14 @@ class Pending:
     def wait(self) -> None:
         if self._call is None:  # nothing under way, or waited for already
             return
-        call, self._call = self._call, None
+        call = self._call
         call.tell("waiting")
         for work in self._works:
             work.wait()
         call.arrive()
         if self._finish is not None:
             self._finish()
-        self._works, self._finish = (), None
+        self._works, self._finish, self._call = (), None, None  # only now: who is interrupted before waits again
         call.tell("done")
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge, increment_version
 
 from minizero.parts import checks, comm, flat, optim, spans
 from minizero.parts.bucket import Bucket, partition
@@ -206,15 +206,17 @@ class Engine(nn.Module):
         return contextlib.nullcontext() if self.units else spans.span(what, "model")
 
     def _begin_batch(self) -> None:
+        self._end_broken_backward()
         if self._watch is not None:
             self._watch.reset()
-        self._end_broken_backward()
         if self._gradients is Gradients.SYNCED and self.module.training:
             self._gradients = Gradients.LOCAL
 
     def _end_broken_backward(self) -> None:
         """loss.backward(), called directly, has raised: end what the other ranks may wait for."""
         if self._gradients is Gradients.ARRIVING and not inside_backward():
+            if self._watch is not None:
+                self._watch.go_on()
             self._reduce_the_rest()
 
     def _check_unchanged(self) -> None:
@@ -405,6 +407,8 @@ class Engine(nn.Module):
         for bucket in self.buckets:
             bucket.clear()
         self._gradients, self._squares = Gradients.LOCAL, None
+        if self._order is not None:
+            self._order.clear()
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=not sound)
         return sound
@@ -418,7 +422,7 @@ class Engine(nn.Module):
                 if piece.grad is not None:
                     piece.grad = None if set_to_none else piece.grad.zero_()
         self._unscaled = False
-        if self._order is not None:
+        if self._order is not None and self._order.parted:
             self._order.clear()
 
     def _gradients_are_sound(self) -> bool:
@@ -532,6 +536,7 @@ class Engine(nn.Module):
                     shard.fill([stands[param].data for param in shard.params])
                 for param in self._frozen.keys() - {param for shard in shards for param in shard.params}:
                     param.data.copy_(stands[param].data)
+                increment_version(list(stands))  # a graph from before must not be used any more
         finally:
             for parameters, name, param in places:
                 parameters[name] = param

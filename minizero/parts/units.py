@@ -21,6 +21,7 @@ import sys
 import weakref
 import zlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -116,11 +117,20 @@ def units_of(module: nn.Module, choice: Iterable[type[nn.Module] | nn.Module] | 
 
 
 def not_equal(units: Sequence[Unit], group: comm.Group) -> Unit | None:
-    """The first of the gathered units whose full weights are not the same on all ranks of the group, to which all belong."""
+    """The first of the gathered units whose full weights are not the same on all ranks of the group, to which all belong.
+
+    RuntimeError if the ranks have not gathered the same ones.
+    """
     shards = [(unit, shard) for unit in units for shard in unit.shards]
     if not shards:
         return None
-    _, by_rank = comm.agree([], [shard.checksum() for _, shard in shards], group, shards[0][1].device)
+    names = float(zlib.crc32(repr(units).encode()))
+    _, (names, *by_rank) = comm.agree([], [names, *(shard.checksum() for _, shard in shards)], group, shards[0][1].device)
+    if len(set(names)) > 1:
+        raise RuntimeError(
+            "the ranks have called gathered() for different modules, and read mixtures of them: nothing of what they wrote was taken over. "
+            "It is a call of all ranks, for the same modules in the same order"
+        )
     return next((unit for (unit, _), numbers in zip(shards, by_rank, strict=True) if len(set(numbers)) > 1), None)
 
 
@@ -176,41 +186,51 @@ def _lowest(units: Sequence[Unit], paths: dict[nn.Module, list[str]], places: Se
     return max(units, key=depth)  # the first of equals: a root that has no path, before a unit that has none of them
 
 
-class Order(list[Unit]):
-    """Units as they were gathered since the last step. All ranks must gather them in one order: a rank that runs another unit gets
-    its weights.
+class Order:
+    """The gathers and reductions that this rank has issued since the last step. All ranks must issue them in one order: a rank
+    that runs another unit gets its weights.
 
-    of_phase    the same of the last forward and of the last backward, where somebody wants to know
+    of_phase    the units that the last forward has gathered, and the last backward, where somebody wants to know
     agreed      whether all ranks had the same of_phase when they compared
+    parted      they had not even the same order: no step before all is cleared
     """
 
     def __init__(self, group: comm.Group):
-        super().__init__()
         self._group = group
-        self.of_phase: dict[Any, list[Unit]] = {}
         self.agreed = False
+        self.clear()
 
     def clear(self) -> None:
-        super().clear()
-        self.of_phase = {}
+        self._issued: deque[str] = deque(maxlen=10_000)  # the last ones
+        self._count = self._fingerprint = 0  # of all
+        self.of_phase: dict[Any, list[Unit]] = {}
+        self.parted = False
+
+    def note(self, what: str, unit: str) -> None:
+        """what: "gathered" or "reduced" """
+        self._issued.append(f"{what} {unit}")
+        self._count += 1
+        self._fingerprint = zlib.crc32(self._issued[-1].encode(), self._fingerprint)
 
     def fingerprints(self) -> list[float]:
         """Of the order, and of the orders of its phases: numbers that are others for other orders."""
-        return [float(zlib.crc32(repr(order).encode())) for order in (list(self), self.of_phase)]
+        return [float(self._fingerprint), float(zlib.crc32(repr(self.of_phase).encode()))]
 
     def compare(self, orders: Sequence[float], phases: Sequence[float]) -> None:
         """RuntimeError, on every rank, unless all ranks have the same order: it says where their orders part."""
         self.agreed = len(set(phases)) == 1
         if len(set(orders)) == 1:
             return
-        names = comm.gather_objects([unit.name for unit in self], self._group)
-        rank = next(r for r, theirs in enumerate(names) if theirs != names[0])
-        places = enumerate(zip_longest(names[0], names[rank], fillvalue="nothing more"))
-        place, first, other = next((i, a, b) for i, (a, b) in places if a != b)
+        self.parted = True
+        issued = comm.gather_objects((self._count, list(self._issued)), self._group)
+        rank = next((r for r, theirs in enumerate(issued) if theirs != issued[0]), 0)
+        (count, first), (_, other) = issued[0], issued[rank]
+        places = enumerate(zip_longest(first, other, fillvalue="nothing more"), max(count, len(first)) - len(first))
+        where = next((f"at place {i} rank 0 has {a}, rank {rank} {b}" for i, (a, b) in places if a != b), "long ago")
         raise RuntimeError(
-            f"the ranks have run their units in different orders since the last step: at place {place} rank 0 gathered {first}, "
-            f"rank {rank} {other}. They have computed with each other's weights, and nothing was updated. Clear the gradients, and let "
-            "every rank run the same units, each with a result of its own that the loss depends on; or take Zero2"
+            f"the ranks have run their units in different orders since the last step: {where}. They have computed with each other's "
+            "weights or gradients, and nothing was updated. Clear the gradients, and let every rank run the same units, each with a "
+            "result of its own that the loss depends on; or take Zero2"
         )
 
 
@@ -223,15 +243,17 @@ class Listener(Protocol):
     def _enter_backward(self, unit: Unit) -> None: ...
     def _leave_backward(self, unit: Unit) -> None: ...
     def _at_rest(self) -> None: ...
+    def _complete(self, unit: Unit) -> bool: ...
 
 
 class Call:
-    """One run of a unit's module, inside the `outer` one. Operations recorded in it have sequence numbers from `start` on."""
+    """One run of a unit's module, inside the `outer` one and in the model's n-th `forward`. Operations recorded in it have sequence
+    numbers from `start` on."""
 
-    __slots__ = ("__weakref__", "depth", "hooks", "outer", "span", "start", "task", "unit")
+    __slots__ = ("__weakref__", "depth", "forward", "hooks", "outer", "span", "start", "task", "unit")
 
-    def __init__(self, unit: Unit, start: int, outer: Call | None = None):
-        self.unit, self.start, self.outer = unit, start, outer
+    def __init__(self, unit: Unit, start: int, forward: int, outer: Call | None = None):
+        self.unit, self.start, self.forward, self.outer = unit, start, forward, outer
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.task = -1  # the backward in which autograd has come to it
         self.hooks: saved_tensors_hooks | None = None
@@ -251,6 +273,7 @@ class Watch:
         self._listener = weakref.ref(listener)
         self._running: list[Call] = []  # forwards, the innermost last
         self._entered: list[Call] = []  # calls whose backward has begun
+        self._forward = 0
         for unit in units:
             for shard in unit.shards:
                 shard.ask = functools.partial(_asked, weakref.ref(self), weakref.ref(unit))
@@ -267,7 +290,7 @@ class Watch:
     # --- forward ----------------------------------------------------------------------------------
 
     def _before(self, unit: Unit, *_: Any) -> None:
-        call = Call(unit, torch._C._autograd._get_sequence_nr(), self._running[-1] if self._running else None)
+        call = Call(unit, torch._C._autograd._get_sequence_nr(), self._forward, self._running[-1] if self._running else None)
         recomputing = torch.is_grad_enabled() and _task() != -1
         self._running.append(call)
         if recomputing:  # by checkpointing, for a backward that is about to need it: over when autograd comes past this point
@@ -332,7 +355,7 @@ class Watch:
             return False
         here = _position()
         calls = [call for call in unit.coming if call.start <= here]
-        self._enter(max(calls, key=_begun) if calls else Call(unit, here))
+        self._enter(max(calls, key=_begun) if calls else Call(unit, here, self._forward))
         return all(shard.arrived for shard in unit.shards)
 
     def go_on(self) -> None:
@@ -350,10 +373,16 @@ class Watch:
         for unit in units:
             if any(call.unit is unit for call in self._entered):
                 continue
-            if not unit.coming:
+            if not self._comes_again(unit, {call.forward for call in (*calls, *self._entered)}):
                 self._listener()._leave_backward(unit)
-            elif not self.needs(unit):  # an earlier use is to come: its gradients are not complete
+            elif not self.needs(unit):
                 self._listener()._leave_forward(unit)
+
+    def _comes_again(self, unit: Unit, forwards: set[int]) -> bool:
+        """An earlier use of the unit is to come in this backward, of one of these forwards or of another one with it: its gradients are
+        not complete. A graph that somebody has only kept is not meant, for another rank may have none."""
+        coming = {call.forward for call in unit.coming}
+        return bool(coming & forwards or (coming and not self._listener()._complete(unit)))
 
     def end(self, task: int | None = None) -> None:
         """A backward has ended; without `task`, whatever there is."""
@@ -363,7 +392,8 @@ class Watch:
                 self._listener()._at_rest()
 
     def reset(self) -> None:
-        """Forget what an interrupt may have left behind: outside of forward and backward nothing is in use."""
+        """A new forward begins, or a step. Forget what an interrupt may have left behind: nothing is in use."""
+        self._forward += 1
         while self._running:
             call = self._running.pop()
             spans.end(call.span)
@@ -421,7 +451,7 @@ class _Note:
         if not self.shard.arrived:
             if _task() == -1:
                 raise RuntimeError(f"parameter {self.shard.labels[self.index]} is freed: it's gathered in backward only")
-            watch._enter(self.call or Call(next(unit for unit in watch._units if self.shard in unit.shards), -1))
+            watch._enter(self.call or Call(next(unit for unit in watch._units if self.shard in unit.shards), -1, watch._forward))
         return self.shard.full_P.as_strided(*self.place)
 
 

@@ -800,7 +800,7 @@ def _overlap_program(rank, answer, sizes, steps, dtype):
                 machine.aside(units[i].grad_S.copy_, _gradient(i, t, sizes[i]))
                 offload.on_gradient(units[i])
                 this["backward"].append((machine.names("down"), f"there down {units[i].name}'s grad_S" in machine.events))
-            idle.step(lambda unit, grad: updated.append(unit.name))
+            idle.step(lambda unit, grad, updated=updated: updated.append(unit.name))
             this["idle"] = [*updated]
             offload.step(update)
         this["most up"] = _most_up(machine.events)
@@ -1082,7 +1082,7 @@ def _delayed_reference(start: list[float], calls: Sequence[str], variant: str = 
             while len(pending) > (variant == "two" and call != "f"):
                 master = master - pending.pop(0)
             weights = before if variant == "stale" else master.to(_BF16)
-        if call == "g" and variant != "no delay" or (call, variant) == ("o", "finite"):
+        if (call == "g" and variant != "no delay") or (call, variant) == ("o", "finite"):
             pending.append(grad)
         history.append(weights.clone())
     return history

@@ -189,7 +189,7 @@ class FourUnits(Right):
 class OfTheClass(Right):
     """Has one list for all objects."""
 
-    downs = []
+    downs = Right(None).downs
 
     def __init__(self, link):
         self.link, self.ups = link, []
