@@ -511,7 +511,7 @@ for orders in (two_orders, one_left_out):
         print(f"{type(error).__name__}: {error.message.partition('. ')[0]}")
 
 # %% [markdown]
-# A *loss*, of usual size, and a wrong one: 1.6456 where ZeRO-2 has 1.6415. Rank 0 has computed layer 0 with a mixture of two layers' halves. Sizes match, so no collective complains. That is why the engine keeps a list of what it gathered, and a fingerprint of it travels in the step's one small message: **`step()` refuses on every rank, before a weight has moved.**
+# A *loss*, of usual size, and a wrong one: 1.6456 where ZeRO-2 has 1.6415. Rank 0 has computed layer 0 with a mixture of two layers' halves. Sizes match, so no collective complains. That is why the engine keeps a list of what it gathered and reduced, and a fingerprint of it travels in the step's one small message: **`step()` refuses on every rank, before a weight has moved.**
 #
 # With a layer left out forward ends with a loss too, 1.8628: rank 0's second gather was rank 1's third layer, so its layer 1 is half of the one and half of the other. But now the counts differ: sooner or later one rank gathers where the other reduces, and both wait for ever. Our ranks then lay their journals side by side, and name the first place
 # where they part. (`#5` is the fifth collective of this run. The first three are sent when the model is wrapped, `#4` gathers block 0.) Elsewhere it is a hang.

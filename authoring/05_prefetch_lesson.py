@@ -98,7 +98,7 @@ print(f"a block's forward takes {1e3 * block_forward:.1f} ms here, and so does i
 # %% [markdown]
 # The same block takes about twice as long in backward, where two products are made for each of forward. So per block: computing 1 + 2, and on the wire a gather, another gather, and a reduce-scatter of the same size: 1 + 1 + 1. Wire and processor have equal work.
 #
-# **Predict.** What share of the communication does ZeRO-3 stand and wait for? Most people say all of it. And the least that any engine could reach, with these 12 blocks?
+# **Predict.** What share of the communication does ZeRO-3 stand and wait for? Most people say all of it. And the least, with these 12 blocks, for an engine that begins each pass with no block's weights there?
 #
 # (For an answer that is the same on every computer we ask the cost model, with seconds that are easy to count: 1 for a forward, 2 for a backward, 1 for each message. What `theory.schedule` does inside is question 5.)
 
@@ -154,7 +154,7 @@ plots.lanes(of_phase("forward", on_link), f"ZeRO-3, forward of 12 blocks (simula
 #
 # `mz.Zero3Prefetch(model, optimizer, depth=1)` is `mz.Zero3` with one argument more: how many units it keeps on their way while one computes.
 #
-# **Predict.** In ZeRO-3's forward no block's gather is asked for before an earlier block begins to compute. With `depth=1`, how many of the 12 are?
+# **Predict.** In ZeRO-3 a block's gather is asked for when the block before has computed. With `depth=1`, for how many of the 12 is it asked for before the block before *begins* to compute?
 
 
 # %%
@@ -168,14 +168,14 @@ for name, timeline in {"ZeRO-3  ": on_link[0], "prefetch": ahead_on_link[0]}.ite
     words = order(timeline, "gather", "forward")
     print(name, " · ".join(words[:8]), "…")
     early = sum(words.index(f"gather {i}") < words.index(f"forward {i - 1}") for i in range(1, 12))
-    print(f"{name} blocks asked for before the one before begins: {early}")
+    print(f"{name} asked for before the block before began: {early}")
 print("the same order on both ranks:", order(ahead_on_link[0], "gather", "reduce") == order(ahead_on_link[1], "gather", "reduce"))
 
 # %% tags=["nbval-ignore-output"]
 plots.lanes(of_phase("forward", ahead_on_link), f"Prefetch, the same forward (simulated link, {equal_link / 1e6:.0f} MB/s)")
 
 # %% [markdown]
-# Eleven: all but block 0, before which there is no block. (It has the root before it, and is asked for before the embeddings run: but an embedding takes no time behind which one could hide.) Both lanes are full now. While block 3 computes, block 4's weights travel, and the paper's word for it is to **overlap** communication with computation (ZeRO-Infinity, section 6.2).
+# Eleven: all but block 0, before which there is no block. (It has the root before it, and is asked for before the embeddings run: but an embedding takes no time behind which one could hide.) Both lanes are nearly full now. (The narrow bars are the root's.) While block 3 computes, block 4's weights travel, and the paper's word for it is to **overlap** communication with computation (ZeRO-Infinity, section 6.2).
 #
 # Is it still the same training, and the same traffic? Twenty steps with SGD on two ranks, no simulated link, against ZeRO-3 and DDP.
 
@@ -203,7 +203,7 @@ for name, ranks in results.items():
 print("same parameters as before:", all(torch.equal(weights, reference) for ranks in results.values() for weights, _, _ in ranks))
 
 # %% [markdown]
-# To the last bit, and to the last byte. This step of the course changes *when*, and nothing else. It could not be otherwise: weights do not change between the request and the use, unless an optimizer's step comes between (question 9).
+# To the last bit, and to the last byte. (10 gathers, 5 reductions, and the one small message with which ranks agree on a step; its bytes are not counted.) This step of the course changes *when*, and nothing else. It could not be otherwise: weights do not change between the request and the use, unless an optimizer's step comes between (question 9).
 #
 # While block 3 runs, the engine asks for block 4. How does it know that block 4 comes next?
 
@@ -217,7 +217,7 @@ for name in ("_gather", "_following", "_at_rest", "_agree"):
     print(inspect.getsource(getattr(mz.Zero3Prefetch, name)))
 
 # %% [markdown]
-# `_gather(unit)` is what ZeRO-3 calls when a unit is entered. If its weights are on their way (`_ahead`), there is nothing to ask for; the caller waits for them. Then it asks for those that follow, and only *then* does the caller wait: so on the wire the next gather stands behind this one. `_gathered` is what this forward, or this backward, has gathered by now. As long
+# `_gather(unit)` is what ZeRO-3 calls when a unit is entered. If its weights are on their way (`_ahead`), there is nothing to ask for; the caller waits for them. (`gathers` is empty where they are there already, as inside `gathered()`.) Then it asks for those that follow, and only *then* does the caller wait: so on the wire the next gather stands behind this one. `_gathered` is what this forward, or this backward, has gathered by now. As long
 # as it agrees with the beginning of the plan, the plan says what comes next; where it differs, `_following` returns nothing, and all else is gathered on demand, as in ZeRO-3. Forward, backward and evaluation have a plan each.
 #
 # And **where does the plan come from?** From `step()`. A gather is a collective: all ranks must ask for the same units in the same order, or they compute with mixtures of each other's layers (lesson 04, question 5). If every rank followed its own memory, one that saw something else would ask for something else. So a plan is adopted only when the step's one small message, which
@@ -225,7 +225,7 @@ for name in ("_gather", "_following", "_at_rest", "_agree"):
 #
 # Four layers now, run in the order that they are told. In step 3 layer 2 comes before layer 1, and it stays so.
 #
-# **Predict.** A gather that is asked for before the layer before begins is in time. Of the four in step 3, how many are not in time? And in step 4? In ZeRO-3 all four are late, with a plan only the first, which has nothing but the root before it.
+# **Predict.** A gather that is asked for before the layer before begins is in time. Of the four in step 3, how many are not in time? And in step 4? (In ZeRO-3 all four are late. Before the first layer there is nothing but the root, so it is late in any case.)
 
 
 # %%
@@ -301,13 +301,13 @@ print("seconds for each block of ZeRO-3's backward, gradients first and weights 
 print(reduce + gather + compute, gather + max(compute, reduce))
 
 # %% [markdown]
-# A second less for each block. Gradients first, and the rank waits for both; weights first, and it waits for one while the other hides. What stands in front of a message on the wire is waited for as well. (FSDP calls the same order *backward prefetch*, `BACKWARD_PRE`: the next gather is issued before the current reduction.)
+# A second less for each block. Gradients first, and the rank waits for both; weights first, and it waits for one while the other hides. What stands in front of a message on the wire is waited for as well. (FSDP has both as *backward prefetch*: with `BACKWARD_POST` the next gather is issued when a block's gradients are there, in front of their reduction, as in these two lines; with `BACKWARD_PRE` before they are computed, one block ahead, as in the output above.)
 
 # %% tags=["nbval-ignore-output"]
 plots.lanes(of_phase("backward", ahead_on_link), f"Prefetch, backward of 12 blocks (simulated link, {equal_link / 1e6:.0f} MB/s)")
 
 # %% [markdown]
-# Weights dark, gradients pale, one after the other on the wire; and above it one block after the other, with little between. (A message is drawn from when the wire is free for it. It was asked for before.) On the right stand the two reductions that nobody can hide, of block 0 and of the root.
+# Weights dark, gradients pale, one after the other on the wire; and above it one block after the other, with little between. (A message is drawn from when the wire is free for it. It was asked for before.) Where a rank waits in between, it is for the reduction before: one is under way at a time. On the right stand the two reductions that nobody can hide, of block 0 and of the root (which the model of question 1 does not have).
 #
 # That was one link, chosen so that it fits. What about yours?
 
@@ -369,7 +369,7 @@ steps = {"ZeRO-3": mz.Zero3, "prefetch": mz.Zero3Prefetch}
 measured = {name: measure(step) for name, step in steps.items()}
 
 # %% tags=["nbval-ignore-output"]
-fine = [equal_link * 2 ** (i / 8) for i in range(-18, 11)]
+fine = [equal_link * 2 ** (i / 8) for i in range(-18, 19)]
 communication = {bandwidth: predict(bandwidth, 0).communication for bandwidth in (*fine, *links)}
 plots.predicted(
     [bandwidth / 1e6 for bandwidth in fine],
@@ -386,8 +386,8 @@ plots.predicted(
 )
 
 # %% [markdown]
-# Read it from right to left. On a fast link nearly everything hides. Where a block's gather takes as long as its forward (the middle dot, or a little left of it, as the root computes too) the curve has its knee; left of it the wire is the slower of the two, and the hidden share is what there is to hide behind, computing over communication. It halves with each halving of the bandwidth, and ZeRO-3's follows below.
-# (ZeRO-3's dots tend to lie a little above its line: between asking and waiting the engine has something to do, and the wire works already. And all of them scatter, as this computer has other things to do as well. `benchmarks/link.py` does the same with larger blocks. The model knows computing only from a step without a link.)
+# Read it from right to left. On a fast link nearly everything hides. Where a block's gather takes as long as its forward (the middle dot, or a little left of it, as the root computes too) the curve has its knee; left of it the wire is the slower of the two, and the hidden share is what there is to hide behind, computing over communication. It goes on to halve with each halving of the bandwidth. ZeRO-3's knee is further to the left, where a reduction no longer fits behind a backward, which is twice as long.
+# (ZeRO-3's dots lie above its line: between asking and waiting the engine has something to do, half a millisecond here, and the wire works already. The rest is scatter, as this computer has other things to do as well. `benchmarks/link.py` does the same with larger blocks. The model knows computing only from a step without a link.)
 #
 # **The claim "prefetch hides 30 to 50 % of communication", settled: it depends**, and now you can say on what: on the ratio of a unit's communication to its computing. With our 12 blocks:
 
@@ -402,7 +402,7 @@ print(f"{max(1 - played(t, 1).seconds / played(t, 0).seconds for t in grid):.0%}
 
 # %% [markdown]
 # *30 to 50 %* is a wire of a half to a third of the speed that would suffice. On one that does suffice it is 92 %, and the rest is the beginning and the end of each pass; on a slow enough wire it is nothing. And it is not the share of the *time* that is saved. That is largest at the knee, where ZeRO-3 works and waits by turns.
-# (Papers tend to report time. PyTorch's DDP: overlap in backward saves 38 and 35 % of a step on NCCL, 27 and 21 % on gloo. FSDP: prefetch in backward is worth 18 % on a GPT of 175 B.)
+# (Papers tend to report time. PyTorch's DDP: overlap in backward saves 38 % of a step of ResNet50 and 35 % of BERT's on NCCL, 27 and 21 % on gloo. FSDP: prefetch in backward is worth 18 % on a GPT of 175 B.)
 #
 # The other number that people quote is for a real cluster: *13 B in fp16 on 8 A100: 78 GB a step, 130 ms on NVLink at 600 GB/s, 25 s on 25 GbE*. Let us check it line by line.
 #
@@ -421,7 +421,7 @@ print(f"{1e3 * 3 * theory.seconds('all_gather', 2 * psi, n, nvlink):.0f} {3 * th
 # %% [markdown]
 # NVLink's 600 GB/s counts both directions together. A ring sends in one while it receives in the other, so β is 300 GB/s, and 130 ms (78 GB over 600 GB/s) become 228 at the least. The 78 GB forget that a rank holds an eighth itself. And 25 s are those 78 GB at 3.1 GB/s; it should be 22.
 #
-# **The claim, settled: it depends.** Bytes and Ethernet are 14 % too high, NVLink is too low by 43 %; and all of them are seconds *of communication*, which is what a step takes longer only if nothing overlaps. With 8,192 tokens a GPU computes for some 4 s: NVLink's quarter of a second disappears behind it, of Ethernet's 22 s some 17 remain. The law behind it, seconds = 3Ψ(N−1)/N · bytes / β, we can try on a link that we throttle: an
+# **The claim, settled: it depends.** Bytes and Ethernet are 14 % too high, NVLink is too low by 43 %; and all of them are seconds *of communication*, which is what a step takes longer only if nothing overlaps. With 8,192 tokens a GPU computes for some 4 s: NVLink's quarter of a second disappears behind it, of Ethernet's 22 s some 18 remain. The law behind it, seconds = 3Ψ(N−1)/N · bytes / β, we can try on a link that we throttle: an
 # eighth of the bandwidth, with hardly anything to compute.
 
 
@@ -449,11 +449,11 @@ print("waited on the simulated links, ms:", *(f"{1e3 * waited:.0f}" for waited, 
 print(f"times as long on the slower one: {throttled[1][0] / throttled[0][0]:.1f}")
 
 # %% [markdown]
-# ## 6. Weights on their way need a place: how many bytes more does `depth=3` hold?
+# ## 6. Weights on their way need a place: how many blocks more does `depth=3` hold?
 #
 # Weights can only travel into memory that is there. So whoever asks early allocates early.
 #
-# **Predict.** Four ranks, six blocks of 793,088 bytes each. How many blocks' bytes does a rank hold at its peak with `depth=3` that it does not hold in ZeRO-3? Most people divide by four: each rank only keeps its quarter.
+# **Predict.** Four ranks, six blocks of 793,088 bytes each. How many blocks does a rank hold at its peak with `depth=3` that it does not hold in ZeRO-3, which is depth 0? Most people divide by four: each rank only keeps its quarter.
 
 
 # %%
@@ -497,7 +497,7 @@ print("seconds exposed of 36, uneven blocks:", *(f"{uneven(depth).exposed:g}" fo
 for blocks in (2, 1, 0.9):
     limit = int(blocks * block) // 4  # parameters of 4 bytes
     count, _ = on(4).run(functools.partial(weights_at_the_peak, max_live=limit), 4, 3)[0]
-    print(f"depth 3, max_live of {limit:,} parameters: {(count - least) / block:g} blocks ahead")
+    print(f"depth 3, max_live of {limit:,} parameters: {(count - least) / block:g} × a block ahead")
 
 # %% [markdown]
 # Even blocks: depth 1 leaves the 3 seconds that nobody can hide, depth 2 as well, and depth 3 is *worse* by one. Its gathers crowd the beginning of backward, the first reductions queue behind all of them, and since one reduction is under way at a time, the rank waits for it before the next. Uneven blocks: a short one cannot hide a whole gather, but a long one before it could have hidden two, so depth 2 helps, and 3 a little more. **Depth is for
@@ -517,11 +517,11 @@ print("times as fast with a link ten times too slow")
 print(f"{per_block(10, 0) / per_block(10, 1):.2f}")
 
 # %% [markdown]
-# Three per cent. Prefetch can only hide communication behind computing, and at ten times too slow there are 3 seconds to hide behind for 30 on the wire. A link ten times too *fast* gives little more, 3.2 against 3.0: there is hardly anything to hide. The gain is large only where the two are alike, 36 % of the time at the most (question 5).
+# Three per cent. Prefetch can only hide communication behind computing, and at ten times too slow there are 3 seconds to hide behind for 30 on the wire. A link ten times too *fast* gives little more, 3.2 against 3.0: there is hardly anything to hide. The gain is large only where the two are alike: 40 % of a block's time, and with the beginnings and ends of the passes 36 % of a step's (question 5).
 #
 # So what helps on a slow link? Interview notes say: *small batches make ZeRO-3 communication-bound; accumulation fixes it*. Accumulate gradients over G micro-batches, step once: fewer steps for the same rows.
 #
-# **Predict.** Rows in a micro-batch, and micro-batches in a step: from (4, 1) we go to (4, 4), the same small batch four times and one step; and to (16, 1), four times the rows at once. How many bytes does a rank send for each row?
+# **Predict.** Rows in a micro-batch, and micro-batches in a step: from (4, 1) we go to (4, 4), the same small batch four times and one step; and to (16, 1), four times the rows at once. How much does ZeRO-3 send for each row, in Ψ(N−1)/N elements? (4, 1) is easy: 3 for 4 rows.
 
 # %%
 def sent_in_a_step(rank, world_size, step, rows, micro_steps, no_sync=False):
@@ -601,7 +601,7 @@ print("gather / forward   ", "   ".join(f"{name:>8}" for name in COSTS))
 for t in (0.1, 0.5, 1.0, 1.5, 2.0, 4.0, 10.0):
     print(f"{t:>8}           ", "   ".join(f"{cost(t):>8.1f}" for cost in COSTS.values()))
 print("ZeRO-2 takes less time than ZeRO-3, by:", *(f"{1 - COSTS['ZeRO-2'](t) / COSTS['ZeRO-3'](t):.0%}" for t in (0.1, 0.5, 1.0, 10.0)))
-print("gathers in forwards at which ZeRO-2 catches up with prefetch, and DDP leaves it behind")
+print("a gather takes so many forwards where ZeRO-2 catches up with prefetch, and where DDP leaves it behind")
 print(
     min(t for t in grid if COSTS["ZeRO-2"](t) <= COSTS["prefetch"](t)),
     max(t for t in grid if COSTS["DDP"](t) >= COSTS["prefetch"](t)),
@@ -642,27 +642,26 @@ plots.predicted(
 )
 
 # %% [markdown]
-# On the right all four are level, and one may choose by memory. On the left they fan out into 3Ψ and 2Ψ. In between, at one forward DDP leaves prefetch behind, and at one and a half ZeRO-2 overtakes it. (The dots lie above the lines by what the table leaves out: first gathers and last reductions, and whatever else this computer did.)
+# To the right the lines run together, and where they do one may choose by memory. On the left they fan out into 3Ψ and 2Ψ. In between, at one forward DDP leaves prefetch behind, and at one and a half ZeRO-2 overtakes it. (The dots lie above the lines by what the table leaves out: first gathers and last reductions, and what an engine does around each block. That is some milliseconds a step, most where each block is gathered twice, and with blocks as small as these it hides who is faster where two lines are close.)
 #
 # Last rumour: *ZeRO-3 is unfit below 1 B parameters or on Ethernet*. So where is the knee of a real model? A gather takes 2Ψ(N−1)/N bytes in 16 bits; a forward takes 2Ψ operations a token.
 #
-# **Predict.** On 25 GbE, how many tokens must a GPU have in its micro-batch so that a 7 B model's gathers hide? And a 0.5 B model's?
+# **Predict.** On 25 GbE, 3.1 GB/s, 42,000 tokens in each GPU's micro-batch hide the gathers of a 7 B model, if a GPU makes 150 TFLOP/s. How many does a 0.5 B model need?
 
 # %%
-def tokens(speed, bandwidth, world_size):
-    """Tokens of a rank's micro-batch whose forward takes as long as the gather, at 16 bits. The number of parameters is not in it:
-    a forward is 2Ψ operations a token, a gather 2Ψ(N−1)/N bytes."""
-    return speed / bandwidth * (world_size - 1) / world_size
+def tokens(psi, bandwidth, world_size=8, speed=150e12):
+    """Tokens of a rank's micro-batch whose forward takes as long as the gather of all weights, in 16 bits."""
+    return theory.seconds("all_gather", 2 * psi, world_size, bandwidth) / (2 * psi / speed)
 
 
 for name, bandwidth in {"NVLink, 300 GB/s": 300e9, "InfiniBand, 25 GB/s a GPU": 25e9, "25 GbE, 3.1 GB/s": 25e9 / 8}.items():
-    print(f"{name:<26} {tokens(150e12, bandwidth, 8):>7,.0f} tokens a GPU")
+    print(f"{name:<26} {tokens(7e9, bandwidth):>7,.0f} tokens a GPU")
 ethernet, latency = 25e9 / 8, 50e-6
 for millions in (100, 7):
     whole = theory.seconds("all_gather", 2e6 * millions, 8, ethernet, latency)
     print(f"a unit of {millions} million parameters, 8 ranks, 25 GbE with 50 µs: {1 - theory.seconds('all_gather', 2e6 * millions, 8, ethernet) / whole:.0%} of its gather is latency")
 print("tokens a GPU on 25 GbE, for a model of 7 B and of 0.5 B parameters")
-print(*(f"{tokens(150e12, ethernet, 8):,.0f}" for _ in (7e9, 0.5e9)))
+print(*(f"{tokens(psi, ethernet):,.0f}" for psi in (7e9, 0.5e9)))
 
 # %% [markdown]
 # The same 42,000, because Ψ is on both sides and drops out. What decides is the speed of the GPU over the bandwidth, and the tokens: 438 on NVLink, 42,000 on 25 GbE. Smaller models have smaller units, in which latency counts for more, 8 % where a large one has 1 %; that is all that size does to time.
@@ -718,7 +717,7 @@ print("the loss falls in the first step by")
 print(f"{stale[0][0][0] - stale[0][0][1]:.4f}")
 
 # %% [markdown]
-# By nothing. The second forward has run with the weights of the first; they were gathered before the step, and stayed. Every gradient from there on belongs to weights one step old. No error, and the loss falls: in the third step it is what it should have been in the second, and from the fourth on it is another training's, 2.9250 where it should be 3.0886. **Stale weights** are the classic bug of this lesson. With a model of a hundred layers it
+# By nothing. The second forward has run with the weights of the first; they were gathered before the step, and stayed. Every gradient from there on belongs to weights one step old. No error, and the loss falls: in the third step it is what it should have been in the second, and from the fourth on it is another training's, 2.9250 where it should be 3.0886 (lower, by chance: the next model's may be higher). **Stale weights** are the classic bug of this lesson. With a model of a hundred layers it
 # would be the first unit only, and no curve would show it.
 #
 # (Here the gather is waited for before the step, so that the numbers are the same each time. In flight, it is worse: the step writes to the slice while the wire reads it.)
@@ -807,7 +806,7 @@ print("step's time, as a share of ZeRO-3's:     ", *(f"{played(t, 1).seconds / p
 # - *"It costs no memory, the weights have to be gathered anyway."* One at a time, without it; depth blocks more, to the byte (question 6).
 # - *"Then gather before the optimizer's step, the wire is idle there."* Stale weights (question 9).
 #
-# **Your own project.** "I simulated a link, predicted a step's time with a schedule of two clocks, and measured beside it over a factor of 8 in bandwidth."
+# **Your own project.** "I simulated a link, predicted with a schedule of two clocks how much of the communication hides, and measured beside it over a factor of 8 in bandwidth."
 #
 # ### "Training on 8 nodes with Ethernet is communication-bound. A colleague wants to accumulate gradients. Do you agree?"
 
@@ -854,7 +853,7 @@ for stage, name in ((0, "DDP, no_sync"), (2, "ZeRO-2"), (3, "ZeRO-3")):
 # - *"ZeRO-2 is 15 % faster."* On one link it is, against one ZeRO-3 (question 8).
 # - *"ZeRO-3 sends 50 % more, so it is 50 % slower."* Only where the wire is all that counts.
 #
-# **Your own project.** "I measured four engines on five simulated links, and the order changed twice."
+# **Your own project.** "I measured four engines on five simulated links, beside four formulas that say where the order changes."
 #
 # ## Now you
 #

@@ -174,7 +174,7 @@ plots.memory_bars(on_lines, "One of 2 ranks, 0.8 M parameters, AdamW in bf16, at
 #
 # $$\text{device: } \frac{4\Psi}{N} \text{ bytes, or } \frac{2\Psi}{N} \text{ with the weights} \qquad\qquad \text{host: } \frac{14\Psi}{N} \text{, or } \frac{16\Psi}{N}$$
 #
-# Above that, what is gathered has to fit into the device's memory, as ever: the root, a block, the blocks ahead. With the weights offloaded that is nearly all that a device holds, besides activations.
+# Above that, what is gathered has to fit into the device's memory, as ever: the root, a block, the blocks ahead. With the weights offloaded that, the gradients' shard and activations are all that a device holds.
 #
 # Is it the same training? Five steps, in fp32 and in bf16, on 2 ranks and on 3.
 
@@ -284,7 +284,7 @@ print(*(f"{table['bf16', 'offload, optimizer'][i]:g}" for i in (0, 2)))
 # %% [markdown]
 # **The claim, settled: "offloading the optimizer costs 4 bytes of host link a parameter and step" is true**, in mixed precision with G = 1. With four micro-steps it is 10 and not 16: gradients go down after each backward, where the host adds them up in fp32; the weights come up once, after the step. It is the offloaded *weights* that G makes expensive, since they come up twice in every micro-step.
 #
-# "A parameter" means one of the rank's own: 4Ψ/N bytes on each link, and every rank has its own link. For 7 billion parameters on 16 ranks that is 1.75 GB a step. What ZeRO-3 sends over the network meanwhile, 3Ψ elements of 2 bytes, is 39 GB. The host link is not the bottleneck of this design. The update may be: 28 bytes a parameter are read and written in the host's memory, by all ranks of
+# "A parameter" means one of the rank's own: 4Ψ/N bytes on each link, and every rank has its own link. For 7 billion parameters on 16 ranks that is 1.75 GB a step. What ZeRO-3 sends over the network meanwhile, 3Ψ elements of 2 bytes, is 39 GB. The host link is not the bottleneck of this design. The update may be: 28 bytes a parameter are read and written in the host's memory (24 of master and moments, 2 of the gradient, 2 of the rounded weight), by all ranks of
 # a machine at once.
 
 # %% [markdown]
@@ -292,7 +292,7 @@ print(*(f"{table['bf16', 'offload, optimizer'][i]:g}" for i in (0, 2)))
 #
 # ZeRO-3 has left a mean gradient of S elements on the device. What is new begins there. We write it down for one unit, in plain PyTorch, and take the whole model as that unit.
 #
-# **Predict** how many lines that is, and how many weights will differ from the package's after twenty steps. Most people expect the rounding to show somewhere.
+# **Predict** how many lines `step` and `update` have together, and how many weights will differ from the package's after twenty steps. Most people expect the rounding to show somewhere.
 
 
 # %%
@@ -364,7 +364,7 @@ for function in (host.HostBucket._keep_mean, host.HostBucket._mean, host.HostSha
     print(without_docstring(function), end="\n\n")
 
 # %% [markdown]
-# `staging` is memory for what is on its way; beside a GPU it is *pinned*: its pages cannot move, so the GPU's copy engine can read them while both processors do something else. And the step, unit by unit:
+# (`drop` belongs to question 7, `updated_beside` to question 8.) `staging` is memory for what is on its way; beside a GPU it is *pinned*: its pages cannot move, so the GPU's copy engine can read them while both processors do something else. And the step, unit by unit:
 
 # %%
 for function in (mz.Zero3Offload._update, mz.Zero3Offload._update_here):
@@ -474,9 +474,9 @@ print(inspect.getsource(host.copy))
 # %% [markdown]
 # ## 6. Seven units: how many gradients are on their way down before backward is over?
 #
-# Six blocks and a root, mixed precision, on a **simulated** host link and network of 25 MB/s each: so slow because this model is small, and a block's copy shall take about as long as its forward. Two steps, on the timeline.
+# Six blocks and a root, mixed precision, on a **simulated** host link and network of 25 MB/s each: so slow because this model is small, and a block's copy shall take about as long as its backward. Two steps, on the timeline.
 #
-# **Predict.** Seven copies go down, one for each unit. How many of them begin while backward still runs? Most people say none ("the update comes after backward") or seven.
+# **Predict.** Seven copies go down, one for each unit, each when the unit's mean gradient is there; and a reduction is waited for when the next one leaves (lesson 04). How many begin while backward still runs? Most people say none ("the update comes after backward") or seven.
 
 
 # %%
@@ -530,9 +530,9 @@ for timeline in timelines:
 plots.lanes(shown, f"Computing above, copies over the host link below ({timelines[0].simulated})")
 
 # %% [markdown]
-# Four. A block's gradients go down two blocks later: first they must be the mean over all ranks, and a reduction is waited for when the next one leaves. The last three, blocks 1 and 0 and the root, have nothing left to hide behind. In a model of 96 blocks they are the last 3 of 97.
+# Four. A block's gradients go down when the next block's backward is over and its reduction leaves, beside the block after that. The last three, blocks 1 and 0 and the root, have nothing left to hide behind. In a model of 96 blocks they are the last 3 of 97.
 #
-# After the green line, `step`, it is the same in the other direction: a unit is updated, its weights leave, and the next is updated meanwhile. The copies do not end with the step. The next forward begins with the root and block 0, whose weights came first, and the rest are still on their way while it computes. That is why weights go up in the order of forward.
+# (A copy is drawn from when the link is free for it.) After the green bar, `step`, it is the same in the other direction: a unit is updated, its weights leave, and the next is updated meanwhile. The copies do not end with the step. The next forward begins with the root and block 0, whose weights came first, and the rest are still on their way while it computes. That is why weights go up in the order of forward.
 #
 # A gather may not begin before this rank's part of the weights has come. Does it wait? And must there be gathers at all, now that the hosts have everything?
 #
@@ -563,7 +563,7 @@ print("all-gathers with the weights on the host")
 print(found.count("all_gather"))
 
 # %% [markdown]
-# All fourteen. **The claim, settled: "with offload the parameters must still be all-gathered" is true.** Each rank's host has the shard of its rank and nothing else; the other (N−1)/N come from the other ranks, over the network, for every forward and every backward. The 3Ψ(N−1)/N of ZeRO-3 stay to the element, and the host link comes on top. Offload saves memory, and no traffic.
+# All fourteen. **The claim, settled: "with offload the parameters must still be all-gathered" is true.** Each rank's host has the shard of its rank and nothing else; the other (N−1)/N come from the other ranks, over the network, for every forward and every backward. The 3Ψ(N−1)/N of ZeRO-3 stay to the element, and the host link comes on top. Offload saves memory, and no traffic. (Ranks of one machine could look up each other's shards in the memory that they share, and ranks of other machines could not; here all are alike.)
 #
 # If the host is not large enough either, there is one place left.
 
@@ -574,7 +574,8 @@ print(found.count("all_gather"))
 
 # %%
 print(without_docstring(host.Disk.empty), end="\n\n")
-print(without_docstring(host.Disk.drop))
+print(without_docstring(host.Disk.drop), end="\n\n")
+print(without_docstring(host._mapped))
 
 # %% [markdown]
 # Two things in it are easy to miss. A page that was touched counts as the process's memory until it is given back: that is `drop`, after each unit, with values intact in the file. And the files have **no name**: whoever kills the process leaves nothing behind.
@@ -623,7 +624,7 @@ for to, (more, *_) in grown.items():
 
 # %%
 print("bytes a parameter and step through the disk, and over the host link")
-print(24, 4)
+print(2 * (4 + 4 + 4), FORMULAS["bf16", "offload, optimizer"][1](1))
 print("GB/s that each of 16 ranks' disks needs: 7 B parameters, update within 1 s; 175 B, within 5 s")
 print(*(f"{24 * numel / 16 / seconds / 1e9:.1f}" for numel, seconds in ((7e9, 1), (175e9, 5))))
 
@@ -726,7 +727,7 @@ title = "The same batches, AdamW, 2 ranks: each gradient applied at once, or one
 plots.curve(range(steps), {"plain": plain, "delayed": delayed}, "step", "loss", title)
 
 # %% [markdown]
-# It is *another* training, and here a worse one: the gradient belongs to weights that are no more, and at the beginning, where weights move fast, that matters most. (`TooLate` of question 5 was nearly this, by accident.) This is the only engine of the course that does not end with DDP's parameters, and it says so in its arguments. What it costs: gradients that are one step old, from the beginning (the paper makes some dozens of plain steps first), and a host that
+# It is *another* training, and here a worse one: the gradient belongs to weights that are no more, and where the loss falls fast the picture shows it. (`TooLate` of question 5 was nearly this, by accident.) This is the only engine of the course that does not end with DDP's parameters, and it says so in its arguments. What it costs: gradients that are one step old, from the beginning (the paper makes some dozens of plain steps first), and a host that
 # keeps them a step longer. What it buys is the update's time, if forward and backward are long enough to cover it:
 
 
@@ -750,7 +751,7 @@ print("ms in which a step updates and everybody waits, plain and delayed")
 print(*(f"{1e3 * on(2).run(in_step, delayed)[0]:.1f}" for delayed in (False, True)))
 
 # %% [markdown]
-# (On these ranks the thread takes its time from the same two processors. Beside a GPU the host has little else to do.)
+# (On these ranks the thread takes its time from the processors that compute forward and backward. Beside a GPU the host has little else to do.)
 #
 # **What is still wasteful?** Of the 16 bytes a device now holds 4/N or 2/N, and everything else on it is *working* memory: units that are gathered, and activations. Those grow with the batch and the length of the text, and neither ZeRO nor offload touches them. They are computed again instead of kept (activation checkpointing), or the layers themselves are divided (tensor and pipeline parallelism). The ladder of ZeRO ends
 # here: the states are sharded, hidden and moved.
@@ -837,14 +838,14 @@ print(f"{sum(seconds) * speed / (6 * numel):,.0f}")
 # - *"Offload makes it impossibly slow, since everything crosses PCIe."* 6 bytes a parameter and step do, not each operation (question 3).
 # - *"The optimizer on NVMe costs nothing, it is needed once a step."* All of it, in both directions (question 7).
 #
-# **Your own project.** "I measured the resident set of a rank with its optimizer in memory-mapped files: smaller by exactly the optimizer's size, with the same parameters."
+# **Your own project.** "I measured the resident set of a rank with its optimizer in memory-mapped files: smaller by the optimizer's size."
 #
 # ### "What is the delayed parameter update, and would you switch it on?"
 #
 # **What they want to find out.** Whether you notice when an optimization changes the mathematics.
 #
 # **The full answer.** With offload a step ends with the host's update, and the device waits for it. Delayed by one step, the update of gradient t runs beside forward and backward t+1, which use weights without it. So the device never waits, if computing takes as long as the update. It is a stale gradient, of exactly one step, in a fixed order: reproducible, and equal to a loop that applies each gradient one step
-# late. It is not the same training as ZeRO-3: at the beginning, or with a high learning rate, it lags or diverges. The paper begins with plain steps, and reports no loss in quality after that. I would look at the timeline first: with a large batch the update is a small part of a step, and then there is nothing to win. With a small one I would compare two loss curves before I believe in it.
+# late. It is not the same training as ZeRO-3: where weights move fast, or with a high learning rate, it lags or diverges. The paper begins with plain steps, and reports no loss in quality after that. I would look at the timeline first: with a large batch the update is a small part of a step, and then there is nothing to win. With a small one I would compare two loss curves before I believe in it.
 #
 # **In 30 seconds.** The update overlaps the next forward and backward, at the price of weights that are one step old. Deterministic, not equivalent. Only where the host's update is a large part of the step, after a warm-up, and with a curve to show for it.
 #

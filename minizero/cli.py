@@ -71,7 +71,7 @@ def lab(context: typer.Context) -> None:
     for lesson in folders.lessons(root):
         if lesson.path("exercises").exists() and not lesson.path("work").exists():
             folders.start(lesson)
-    console.print("Your exercises are in work/. The address of the course follows; Ctrl-C ends it.")
+    console.print("Your exercises are in work/. The address of the course follows; Ctrl-C twice ends it.")
     _open_lab(root, context.args)
 
 

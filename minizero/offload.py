@@ -103,8 +103,16 @@ class Zero3Offload(Zero3Prefetch):
     def _update_beside(self) -> None:
         parts = [(optim.part_of(self.optimizer, shard, keep=True), shard) for shard in self.weights]
         self._thread = self._thread or ThreadPoolExecutor(1, "minizero-update")
-        self._beside = self._thread.submit(_update_all, parts, self.optimizer)
+        self._beside = self._thread.submit(self._update_all, parts, self.optimizer)
         self._unpublished = True
+
+    @staticmethod  # the thread keeps no engine
+    def _update_all(parts: list[tuple[torch.optim.Optimizer, host.HostShard]], optimizer: torch.optim.Optimizer) -> None:
+        """What the thread does."""
+        for part, shard in parts:
+            with spans.span("step", shard.name):
+                optim.update(part)
+                shard.keep_state(optimizer.state)
 
     def _join(self) -> None:
         """The update that runs beside is over."""
@@ -158,14 +166,6 @@ class Zero3Offload(Zero3Prefetch):
         super().load_optimizer_state_dict(state_dict)
         for shard in self.weights:
             shard.keep_state(self.optimizer.state)
-
-
-def _update_all(parts: list[tuple[torch.optim.Optimizer, host.HostShard]], optimizer: torch.optim.Optimizer) -> None:
-    """What the thread does."""
-    for part, shard in parts:
-        with spans.span("step", shard.name):
-            optim.update(part)
-            shard.keep_state(optimizer.state)
 
 
 def _check(to: str, what: Iterable[str]) -> tuple[str, ...]:

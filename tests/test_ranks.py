@@ -510,6 +510,12 @@ def test_a_death_is_told_and_survived(ranks, fn, texts):
         assert text in str(error)
 
 
+def test_under_torchrun_nobody_starts_ranks_of_their_own(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(RuntimeError, match=r"call mz.init\(\) in place of mz.launch\(\)"):
+        mz.launch(all_reduce, 2)
+
+
 def test_a_rank_that_dies_between_runs_is_replaced(ranks):
     (second,) = [process for pid in pids(ranks(2))[1:] for process in multiprocessing.active_children() if process.pid == pid]
     second.kill()

@@ -1,5 +1,6 @@
 """The README's code runs as it stands there."""
 
+import json
 import re
 import subprocess
 import sys
@@ -32,16 +33,10 @@ def test_its_two_examples_train_the_same_model(folder):
 
 
 def test_it_measures_inside_a_rank(folder):
-    setting = """
-def run(rank):
-    model = GPT.preset("nano")
-    engine = mz.Zero2(model, torch.optim.AdamW(model.parameters()))
-    x, y = next(iter(data.batches("train", 2, 64, 1)))
-"""
-    body = "".join(f"    {line}\n" for line in measured.splitlines())
-    (folder / "measure.py").write_text(f"{launched.partition('def train')[0]}{setting}{body}\nmz.launch(run, 2, timeout=60, device='cpu')\n")
+    (folder / "measure.py").write_text(measured)
     result = subprocess.run([sys.executable, "measure.py"], cwd=folder, capture_output=True, text=True, timeout=100)
-    assert "'params': 14000000000, 'grads': 875000000, 'optimizer': 5250000000} 13125000000" in result.stdout, result.stderr
+    assert "'params': 875000000, 'grads': 875000000, 'optimizer': 5250000000} 19687500000" in result.stdout, result.stderr
+    assert all(json.loads((folder / f"trace-{rank}.json").read_text())["traceEvents"] for rank in range(2))
 
 
 def test_its_links_lead_somewhere():

@@ -122,7 +122,7 @@ class Copy:
 
 
 def copy(to: Tensor, source: Tensor, unit: str) -> Copy:
-    """Copy over the host link; between wait() and here neither tensor may be written to."""
+    """Copy over the host link; from here until wait() neither tensor may be written to."""
     device = to.device if to.is_cuda else source.device
     if device.type != "cuda":
         span = spans.begin("copy", unit, source.nbytes)

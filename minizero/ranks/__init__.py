@@ -31,9 +31,14 @@ device = comm.device
 def launch(fn: Callable, world_size: int, *args: Any, timeout: float = 60, device: str = "auto") -> list:
     """Start `world_size` ranks, run `fn(rank, *args)` on each, end them, and return the results in rank order.
 
-    Parameters and errors are those of `Ranks` and `Ranks.run`.
+    Parameters and errors are those of `Ranks` and `Ranks.run`. RuntimeError under torchrun.
     """
     __tracebackhide__ = True
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RuntimeError(
+            "torchrun has started this script as one of its ranks, and each of them would start ranks of its own: call mz.init() in "
+            "place of mz.launch(), or run the script without torchrun"
+        )
     with Ranks(world_size, timeout=timeout, device=device) as ranks:
         return ranks.run(fn, *args)
 
