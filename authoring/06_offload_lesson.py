@@ -174,7 +174,7 @@ plots.memory_bars(on_lines, "One of 2 ranks, 0.8 M parameters, AdamW in bf16, at
 #
 # $$\text{device: } \frac{4\Psi}{N} \text{ bytes, or } \frac{2\Psi}{N} \text{ with the weights} \qquad\qquad \text{host: } \frac{14\Psi}{N} \text{, or } \frac{16\Psi}{N}$$
 #
-# Above that, what is gathered has to fit into the device's memory, as ever: the root, a block, the blocks ahead. With the weights offloaded that, the gradients' shard and activations are all that a device holds.
+# Above that, what is gathered has to fit into the device's memory, as ever: the root, a block, the blocks ahead. With the weights offloaded a device holds this, the gradients' shard and activations, and nothing else.
 #
 # Is it the same training? Five steps, in fp32 and in bf16, on 2 ranks and on 3.
 

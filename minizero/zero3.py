@@ -120,10 +120,9 @@ class Zero3(Engine):
         """Its gradients leave: this rank gets the mean of its shard."""
         for bucket in unit.buckets:
             if bucket not in self._reduced:
-                self._land()
+                self._launch(bucket)
                 self._reduced.add(bucket)
                 self._order.note("reduced", unit.name)
-                self._launch(bucket)
 
     def _reduce_ready(self) -> None:
         if self._ready is not None:

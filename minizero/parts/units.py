@@ -225,7 +225,7 @@ class Order:
         issued = comm.gather_objects((self._count, list(self._issued)), self._group)
         rank = next((r for r, theirs in enumerate(issued) if theirs != issued[0]), 0)
         (count, first), (_, other) = issued[0], issued[rank]
-        places = enumerate(zip_longest(first, other, fillvalue="nothing more"), max(count, len(first)) - len(first))
+        places = enumerate(zip_longest(first, other, fillvalue="nothing more"), count - len(first))
         where = next((f"at place {i} rank 0 has {a}, rank {rank} {b}" for i, (a, b) in places if a != b), "long ago")
         raise RuntimeError(
             f"the ranks have run their units in different orders since the last step: {where}. They have computed with each other's "

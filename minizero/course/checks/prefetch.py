@@ -603,7 +603,7 @@ def _check_outputs(expect: Expect, outcome: Outcome, step: int, widths: Sequence
     )  # fmt: skip
 
 
-def _check_forwards(expect: Expect, outcomes: list[Outcome], widths: Sequence[int], ahead: Callable[[int], list[int]], limit: int | None, rule: str, causes: Callable = lambda kind: "") -> None:
+def _check_forwards(expect: Expect, outcomes: list[Outcome], widths: Sequence[int], ahead: Callable[[int], list[int]], limit: int, rule: str, causes: Callable = lambda kind: "") -> None:
     n, count = len(outcomes), len(widths) - 1
     for outcome in outcomes:
         rank = outcome.rank
@@ -612,8 +612,7 @@ def _check_forwards(expect: Expect, outcomes: list[Outcome], widths: Sequence[in
             _check_order(rank, this, "forward", range(count))
             for moment in this["moments"]:
                 _check_ahead(rank, moment, ahead(moment[1]), rule, causes)
-            if limit is not None:
-                _check_crowd(expect, rank, this, limit)
+            _check_crowd(expect, rank, this, limit)
             _check_end(expect, rank, this, "after forward")
             _check_traffic(expect, rank, this["sent"], [("all_gather", P) for P in _padded(widths, n)], "each unit is gathered once, as in ZeRO-3")
             _check_gathers(rank, this, range(count))

@@ -227,10 +227,7 @@ class LooksForItself(Right):
 
 
 @wrong("wait for the gradient before the update with it is started")
-class DoesNotWaitForTheGradient(Right):
-    """Starts the update while its gradient is on the way."""
+class DoesNotWaitForTheGradient(ReadsEarly):
+    """Starts the update while its gradient is on the way, and waits for neither."""
 
-    def down(self, grad_S):
-        host_S = torch.empty(grad_S.shape, dtype=grad_S.dtype)
-        self.copy = self.link.copy(host_S, grad_S)
-        return host_S
+    begin = Right.begin
