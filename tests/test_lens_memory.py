@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -120,6 +121,18 @@ def test_the_curve_begins_at_entry_ends_now_and_adds_up_to_the_peak():
     assert tuple(by_kind) == kinds.KINDS and all(len(curve) == len(times) for curve in by_kind.values())
     assert sum(by_kind.values()).max() == m.peak_total
     assert {kind: curve[-1] for kind, curve in by_kind.items()} == m.now
+
+
+def test_moments_noted_by_others_stand_on_the_axis_of_the_curve():
+    with record_memory() as m:
+        time.sleep(0.01)  # whatever time goes by at entry
+        before = time.perf_counter()
+        kept = torch.zeros(100)
+        after = time.perf_counter()
+    times, by_kind = m.curve()
+    (moment,) = (times[i] for i in range(1, len(times)) if by_kind["other"][i] - by_kind["other"][i - 1] == 100 * FLOAT)
+    assert before - m.entry <= moment <= after - m.entry
+    del kept
 
 
 # --- sizes that change without an operation, storages that no operation made -----------------------

@@ -101,7 +101,8 @@ def resident_set() -> int:
 class Memory:
     """What was recorded, in bytes: inside the `with` as of this moment, afterwards as of the exit.
 
-    An answer inside the `with` looks at all objects of the process, which takes tens of milliseconds.
+    An answer inside the `with` looks at all objects of the process, which takes tens of milliseconds. `entry` is the moment, by
+    `time.perf_counter()`, from which the times of `curve()` count: with it, moments noted by others stand on the same axis.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class Memory:
         self._stepping: set[int] = set()  # ids of the optimizers whose step() is running
         self._recording = True
         self._look_around()
-        self._entry = time.perf_counter()
+        self.entry = time.perf_counter()
 
     # --- the answers: the log, added up ------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class Memory:
         if self._recording:
             self._look_around()
         log = list(self._log)
-        times = np.array([self._entry, *(when for when, _, _ in log)]) - self._entry
+        times = np.array([self.entry, *(when for when, _, _ in log)]) - self.entry
         changes = np.array([0, *(change for _, _, change in log)])
         which = np.array(["other", *(life.label.kind or life.kind for _, life, _ in log)])
         times = times.clip(min=0)  # what was there at entry came at time 0 …

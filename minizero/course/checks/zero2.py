@@ -303,7 +303,7 @@ class _Moments:
         if not self.memory:
             return self.noted
         times, curves = self.memory.curve()
-        times, curves = times + self.memory._entry, dict(curves)
+        times, curves = times + self.memory.entry, dict(curves)
         marks = curves.pop(_MARKS)
         total = sum(curves.values())
         at = [int(np.argmax(marks > count)) for count in range(len(self._marks))]
