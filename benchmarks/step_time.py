@@ -177,10 +177,11 @@ def main() -> None:
     for batch in options.batch:
         times = mz.launch(measure, options.ranks, options.rounds, options.steps, batch, timeout=1800, device=options.device)[0]
         table = Table(title=f"{options.ranks} ranks, GPT of 4.8 M parameters, fp32, AdamW, batch {batch}", caption="medians of rounds")
-        for column in ("engine", "ms a step", "over torch DDP", "over FSDP2"):
+        others = [name for name in ("torch DDP", "torch FSDP2", "DeepSpeed 3") if name in times]
+        for column in ("engine", "ms a step", *(f"over {name.removeprefix('torch ')}" for name in others)):
             table.add_column(column, justify="left" if column == "engine" else "right")
         for name, rounds in times.items():
-            ratios = [statistics.median(map(operator.truediv, rounds, times[other])) for other in ("torch DDP", "torch FSDP2")]
+            ratios = [statistics.median(map(operator.truediv, rounds, times[other])) for other in others]
             table.add_row(name, f"{1e3 * statistics.median(rounds):.0f}", *(f"{ratio:.2f}" for ratio in ratios))
         Console().print(table)
 

@@ -103,11 +103,10 @@ class Bucket:
 
     def gradients(self) -> list[bool]:
         """For each parameter, whether this rank has a gradient: cleared since the reduction, it has none; set by hand, it has."""
-        with unguarded():
-            for param in self.params:
-                if param.grad is not None and param.grad is not self.held[param]:
-                    self.take_by_hand(param)
-            return [param in self.used and param.grad is not None for param in self.params]
+        for param in self._replaced():
+            self.take_by_hand(param)
+        cleared = self._cleared()
+        return [param in self.used and param not in cleared for param in self.params]
 
     @property
     def late(self) -> bool:
@@ -153,6 +152,16 @@ class Bucket:
     def _forget(self, param: nn.Parameter) -> None:
         """Its gradient was cleared, or there was none."""
         self.used.discard(param)
+
+    def _cleared(self) -> set[nn.Parameter]:
+        """Those whose .grad is None."""
+        with unguarded():
+            return {param for param in self.params if param.grad is None}
+
+    def _replaced(self) -> list[nn.Parameter]:
+        """Those whose .grad somebody has set."""
+        with unguarded():
+            return [param for param in self.params if param.grad is not None and param.grad is not self.held[param]]
 
 
 class ShardBucket(Bucket):
@@ -374,11 +383,11 @@ class TransientBucket(ShardBucket):
         self.make_room()
         self._settle()
         self._note_zeros(self.params)
+        for param in self._cleared():
+            self._forget(param)
+        for param in self._replaced():
+            self.take_by_hand(param)
         for param, view in self.views.items():
-            if param.grad is None:
-                self._forget(param)
-            elif param.grad is not self.held[param]:
-                self.take_by_hand(param)
             if param not in self._filled:
                 view.zero_()
         self._filled.clear()
@@ -392,7 +401,7 @@ class TransientBucket(ShardBucket):
         spans.moment("free", self.name)
         with unguarded():
             self._settle()
-            late = {p: p.grad for p in self.params if p.grad is not None and p.grad is not self.held[p]}
+            late = {param: param.grad for param in self._replaced()}
             for param, gradient in self.held.items():
                 param.grad = gradient
         self._in_buffer = True
@@ -419,7 +428,8 @@ class TransientBucket(ShardBucket):
 
     def prepare(self, scale: float) -> None:
         self._note_zeros(self.params)
-        super().prepare(scale)
+        with unguarded():
+            super().prepare(scale)
 
     def clear(self) -> None:
         super().clear()

@@ -219,43 +219,56 @@ def location() -> tuple[str, int]:
     ours, frame = None, sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(LIBRARIES) and (frame.f_back is not None or name != "<string>"):  # which starts a rank
+        if not _is_library(name) and (frame.f_back is not None or name != "<string>"):  # which starts a rank
             return name, frame.f_lineno
-        if ours is None and not name.startswith((*INSTALLED, PARTS)):
+        if ours is None and not _is_below(name):
             ours = name, frame.f_lineno
         frame = frame.f_back
     return ours or ("", 0)
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith(LIBRARIES)
+
+
+@functools.cache
+def _is_below(file: str) -> bool:
+    return file.startswith((*INSTALLED, PARTS))
 
 
 def describe(op: str, tensors: Any, group: Any = None, **more: Any) -> Call:
     """A Call for `tensors` (one tensor, or the list of a tensor's chunks) over `group`."""
     group = group or dist.group.WORLD
     chunks = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
-    more.setdefault("patient", _is_patient(group))
+    name, ranks, patient = _facts(group)
+    more.setdefault("patient", patient)
     return Call(
         op=op,
         numel=sum(chunk.numel() for chunk in chunks),
         dtype=str(chunks[0].dtype).removeprefix("torch.") if chunks else "",
         itemsize=chunks[0].element_size() if chunks else 0,
         shape=tuple(chunks[0].shape) if len(chunks) == 1 else (len(chunks), *chunks[0].shape) if chunks else (),
-        group="" if group is dist.group.WORLD else group.group_name,
-        ranks=tuple(dist.get_process_group_ranks(group)),
+        group=name,
+        ranks=ranks,
         where=location(),
         **more,
     )
 
 
-def _is_patient(group: Any) -> bool:
-    """Whether a call of the group waits for ever, or at least for longer than a reader does."""
-    if group not in _patient:
-        _patient[group] = True
+def _facts(group: Any) -> tuple[str, tuple[int, ...], bool]:
+    """Its name (empty for the default group), its global ranks, and whether it waits for ever, or for longer than a reader does."""
+    if group not in _known:
+        patient = True
         with contextlib.suppress(Exception):  # a fake group has no options, and waits for nobody
             backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
-            _patient[group] = backend.options._timeout >= timedelta(minutes=10)
-    return _patient[group]
+            patient = backend.options._timeout >= timedelta(minutes=10)
+        name = "" if group is dist.group.WORLD else group.group_name
+        _known[group] = name, tuple(dist.get_process_group_ranks(group)), patient
+    return _known[group]
 
 
-_patient: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, tuple[str, tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge, increment_version
 
-from minizero.parts import checks, comm, flat, optim, spans
+from minizero.parts import checks, comm, flat, freed, optim, spans
 from minizero.parts.bucket import Bucket, partition
 from minizero.parts.flat import FlatShard, UnitShard
 from minizero.parts.freed import FreedGradient
@@ -368,14 +368,14 @@ class Engine(nn.Module):
         return {p for p in params if next(answers)}, [b for b in self.buckets if next(answers)]
 
     def _check_edits(self) -> None:
-        for bucket in self.buckets:
-            for param in bucket.params:
-                if bucket.spoilt(param):
-                    raise RuntimeError(
-                        f"the gradient of parameter {self._name(param)!r} was changed after backward (rank {self.rank}), and what "
-                        f"counts in {type(self).__name__} are the shards that the optimizer sees. To clip, give {type(self).__name__} "
-                        "a clip_norm; else change .grad of the tensors in optimizer.param_groups, after sync_gradients()"
-                    )
+        with freed.unguarded():
+            spoilt = next((param for bucket in self.buckets for param in bucket.params if bucket.spoilt(param)), None)
+        if spoilt is not None:
+            raise RuntimeError(
+                f"the gradient of parameter {self._name(spoilt)!r} was changed after backward (rank {self.rank}), and what "
+                f"counts in {type(self).__name__} are the shards that the optimizer sees. To clip, give {type(self).__name__} "
+                "a clip_norm; else change .grad of the tensors in optimizer.param_groups, after sync_gradients()"
+            )
 
     def step(self, closure: None = None) -> bool:
         """Update the weights with the averaged gradients and clear them. True if it did, False if the step was skipped."""
@@ -385,12 +385,13 @@ class Engine(nn.Module):
         if self._gradients is not Gradients.SYNCED:  # what was edited since then counts as it is
             self._synchronize()
         self._check_edits()
-        for shard in self.weights:
-            for param, piece in shard.pieces.items():
-                if param.grad is None:  # cleared since then
-                    piece.grad = None
-                elif piece.grad is not None and self._bucket_of[param].zeroed(param):
-                    piece.grad.zero_()
+        with freed.unguarded():
+            for shard in self.weights:
+                for param, piece in shard.pieces.items():
+                    if param.grad is None:  # cleared since then
+                        piece.grad = None
+                    elif piece.grad is not None and self._bucket_of[param].zeroed(param):
+                        piece.grad.zero_()
         sound = self._gradients_are_sound()
         if sound:
             for shard in self.weights:
@@ -416,7 +417,12 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that the optimizer sees."""
         self._end_broken_backward()
-        super().zero_grad(set_to_none)
+        if set_to_none:
+            with freed.unguarded():
+                for param in self._names:
+                    param.grad = None
+        else:
+            super().zero_grad(set_to_none)
         for shard in self.weights:
             for piece in shard.pieces.values():
                 if piece.grad is not None:
