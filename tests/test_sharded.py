@@ -183,6 +183,27 @@ def test_gradients_set_by_hand_are_averaged(ranks, engine_type, world_size):
         assert moves == [pytest.approx([middle]), pytest.approx([1 / world_size]), pytest.approx([middle + 2])]
 
 
+def handed_on(rank, engine_type):
+    """What stands in .grad after a reduction has no elements, also as another parameter's gradient."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    engine = engine_type(model, sgd(model))
+    engine.backward(engine(torch.ones(2, 8) + rank).sum())
+    before = weights(engine)
+    model[0].weight.grad = model[1].weight.grad
+    error = refusal(engine.step)
+    unmoved = same(before, weights(engine))
+    engine.zero_grad()
+    engine.backward(engine(torch.ones(2, 8) + rank).sum())
+    return error, unmoved, engine.step() and all(weight.isfinite().all() for weight in weights(engine))
+
+
+@pytest.mark.parametrize("engine_type", ENGINES[1:], ids=lambda engine: engine.__name__)  # Zero1 does not free it
+def test_a_reduced_gradient_given_to_another_parameter_is_refused_and_the_next_step_is_sound(ranks, engine_type):
+    for error, unmoved, sound in ranks(2).run(handed_on, engine_type):
+        assert error.startswith("RuntimeError: the gradient of parameter '") and "sync_gradients()" in error
+        assert unmoved and sound
+
+
 def clipped_with_empty_ranks(rank, engine_type, sync):
     """One element in all, on three ranks: two have nothing to clip."""
     model = Lone(torch.tensor([2.0]))
