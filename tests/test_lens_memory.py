@@ -125,7 +125,7 @@ def test_the_curve_begins_at_entry_ends_now_and_adds_up_to_the_peak():
 
 def test_moments_noted_by_others_stand_on_the_axis_of_the_curve():
     with record_memory() as m:
-        time.sleep(0.01)  # whatever time goes by at entry
+        time.sleep(0.01)  # so that entry and this line are apart
         before = time.perf_counter()
         kept = torch.zeros(100)
         after = time.perf_counter()

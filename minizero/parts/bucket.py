@@ -74,12 +74,11 @@ class Bucket:
     def close(self) -> Tensor:
         """Ready to leave: a parameter without a gradient gives zeros, and no .grad points at the buffer any more."""
         self.make_room()
-        for param, view in self.views.items():
-            if param.grad is None:
-                view.zero_()
-                self._forget(param)
-            elif param.grad is not view:
-                self.take_by_hand(param)
+        for param in self._cleared():
+            self.views[param].zero_()
+            self._forget(param)
+        for param in self._replaced():
+            self.take_by_hand(param)
         for param in self.params:
             param.grad = None
         self.state = State.IN_FLIGHT

@@ -421,7 +421,7 @@ class Engine(nn.Module):
             with freed.unguarded():
                 for param in self._names:
                     param.grad = None
-        else:
+        else:  # a freed gradient has to hear of it
             super().zero_grad(set_to_none)
         for shard in self.weights:
             for piece in shard.pieces.values():
