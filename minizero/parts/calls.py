@@ -148,42 +148,13 @@ def timed(works: Sequence[Any], call: Call, group: Any) -> Sequence[Any]:
         call.event = torch.cuda.Event(enable_timing=True)
         works[-1].get_future().then(lambda _: call.event.record())
         return works
-    try:
-        futures = [work.get_future() for work in works]
-    except RuntimeError:  # gloo's single messages have none
-        return [_WaitedForByAThread(works, call)]
 
     def note(_: Any) -> None:
         call.arrived = time.perf_counter()
 
-    for future in futures:
-        future.add_done_callback(note)
+    for work in works:
+        work.get_future().add_done_callback(note)
     return works
-
-
-class _WaitedForByAThread:
-    """Works of which only one who waits for them learns when they are complete."""
-
-    def __init__(self, works: Sequence[Any], call: Call):
-        self._works, self._call = works, call
-        self._error: BaseException | None = None
-        self._complete = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-            self._call.arrived = time.perf_counter()
-        except BaseException as error:
-            self._error = error
-        self._works = ()
-        self._complete.set()
-
-    def wait(self) -> None:
-        self._complete.wait()
-        if self._error is not None:
-            raise self._error
 
 
 class WatchedWork(_HandedOn):

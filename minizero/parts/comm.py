@@ -9,9 +9,9 @@ P = elements of the full (padded) tensor, N = ranks, S = P // N = elements of on
     broadcast       P at the source    P                        P at the source
 
 The sum of a reduce-scatter is formed in rank order, in fp32 for 16-bit tensors, so that every step of the course adds
-the same numbers in the same order. On gloo the ranks send each other their chunks directly, and a reduce-scatter then adds
-up what it has received: gloo's own reduce-scatter is an all-reduce in disguise and sends twice as much, and its all-gather
-copies through a second full buffer. On NCCL both are the native collectives.
+the same numbers in the same order. On gloo it is an all-to-all, after which each rank adds up what it has received: gloo's
+own is an all-reduce in disguise and sends twice as much. An all-gather is a broadcast from every rank there, or a swap of two:
+gloo's own copies through a second full buffer. On NCCL both are the native collectives.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def join(backend: str, rank: int, world_size: int, store: dist.Store | None, dev
 
 
 def leave() -> None:
-    _tags.clear()  # after a failure the ranks may have counted differently
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -192,48 +191,38 @@ def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pend
             works = [_all_gather(full_P, shard_S, group=group, async_op=True)]
             return Pending(calls.timed(works, call, group), call)
         rows_NS = full_P.view(size, -1)
-        send_to_all = _swap if size == 2 else _messages
-        works, finish = send_to_all(shard_S, rows_NS, rank, group)
+        exchange = _swap if size == 2 else _broadcasts
+        works, lent = exchange(shard_S, rows_NS, rank, group)
         _copy(rows_NS[rank], shard_S)
+
+        def finish() -> None:
+            for tensor in lent:  # gloo's thread lets go of them some moment after the wait: then of nothing
+                tensor.set_()
+
         return Pending(calls.timed(works, call, group), call, finish)
 
 
-def _swap(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[list, Callable[[], None]]:
-    """Between two ranks: an all-to-all in which nobody has anything for itself. Gloo's own threads do all the work."""
+def _swap(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[list, list[Tensor]]:
+    """Between two ranks: an all-to-all in which nobody has anything for itself."""
     given, taken = (tensor.view(torch.uint8).data for tensor in (shard_S, rows_NS[1 - rank]))
     splits = [0, len(given)] if rank == 0 else [len(given), 0]
-
-    def finish() -> None:
-        for tensor in (given, taken):  # gloo's thread lets go of them some moment after the wait: then of nothing
-            tensor.set_()
-
-    return [dist.all_to_all_single(taken, given, splits, splits, group=group, async_op=True)], finish
+    return [dist.all_to_all_single(taken, given, splits, splits, group=group, async_op=True)], [given, taken]
 
 
-def _messages(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[list, None]:
-    """Among more ranks, for which an all-to-all would need a copy of the shard each: messages.
+def _broadcasts(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[list, list[Tensor]]:
+    """Among more ranks, where an all-to-all would need a copy of the shard for each of them: a broadcast from every rank.
 
-    A receive that names its source tells the sender at once that it is there, and then the sender's own thread writes the
-    data, under a lock that gloo's thread spins for as soon as the other data comes in. One from anybody, with a tag that only
-    this sender has, is answered when the sender has said that it is ready.
+    Gloo's own threads do all the work. Were it messages, this thread would write to the connections itself, under locks, and
+    when the processor is taken from it meanwhile, gloo's thread spins for them.
     """
-    tag, others = _next_tag(group), [r for r in range(len(rows_NS)) if r != rank]
-    works = [group.send([shard_S], r, tag + rank) for r in others]  # the group's own methods: isend() takes longer than its message
-    return works + [group.recv_anysource([rows_NS[r]], tag + r) for r in others], None
+    lent = [tensor.view(torch.uint8).data for tensor in rows_NS]
+    lent[rank] = shard_S.view(torch.uint8).data
+    return [group.broadcast(tensor, root) for root, tensor in enumerate(lent)], lent
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
     if to.data_ptr() != source.data_ptr():
         to.copy_(source)
-
-
-_tags: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # a new group begins anew, whatever its name
-
-
-def _next_tag(group: Group) -> int:
-    """The first of N tags for one exchange, equal on all ranks since they issue them in one order; far from people's own."""
-    _tags[group] = count = (_tags.get(group, 0) + size_of(group)) % 2**29
-    return 2**30 + count
 
 
 def broadcast(tensors: Sequence[Tensor], group: Group, unit: str) -> None:
