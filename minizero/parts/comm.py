@@ -154,27 +154,37 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
         if on_nccl(group):
             work = _reduce_scatter(shard_S, full_P, op=dist.ReduceOp.AVG, group=group, async_op=True)
             return Pending(calls.timed([work], call, group), call)
-        received = kinds.tag(torch.empty_like(full_P), "comm")
-        works = [dist.all_to_all_single(received, full_P, group=group, async_op=True)]
+        rows_NS, rank = full_P.view(size, -1), rank_in(group)
+        if size == 2:
+            received = kinds.tag(torch.empty_like(rows_NS[0]), "comm")
+            works, lent = _swap(rows_NS[1 - rank], received, rank, group)
+            addends = [rows_NS[0], received] if rank == 0 else [received, rows_NS[1]]
+        else:
+            received = kinds.tag(torch.empty_like(full_P), "comm")
+            lent = _lend(full_P, received)
+            works = [group.alltoall_base(lent[1], lent[0], [], [])]
+            addends = received.view(size, -1).unbind()
 
         def finish() -> None:
-            _mean(shard_S, received.view(size, -1))
+            _mean(shard_S, addends)
+            _take_back(lent)
             flat.free(received)  # now: gloo's thread lets go of a tensor some moment after the wait, another one in every run
 
         return Pending(calls.timed(works, call, group), call, finish)
 
 
-def _mean(out_S: Tensor, rows_NS: Tensor) -> None:
-    """out_S becomes the mean of the rows, of which the first is overwritten."""
-    first_S, *rows, last_S = rows_NS
-    total_S = first_S.float() if out_S.dtype in (torch.float16, torch.bfloat16) else first_S
-    kinds.tag(total_S, "comm")
-    for row_S in rows:
-        total_S += row_S
+def _mean(out_S: Tensor, addends: Sequence[Tensor]) -> None:
+    """out_S becomes their mean, added up in their order; where there are more than two, the first is overwritten."""
+    first_S, *others, last_S = addends
+    total_S = first_S
+    if out_S.dtype in (torch.float16, torch.bfloat16):
+        total_S = kinds.tag(first_S.float(), "comm")
+    for other_S in others:
+        total_S += other_S
     if total_S.dtype is out_S.dtype:
-        torch.add(total_S, last_S, out=out_S).div_(len(rows_NS))
+        torch.add(total_S, last_S, out=out_S).div_(len(addends))
     else:
-        out_S.copy_(total_S.add_(last_S).div_(len(rows_NS)))
+        out_S.copy_(total_S.add_(last_S).div_(len(addends)))
 
 
 def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pending:
@@ -191,22 +201,22 @@ def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pend
             works = [_all_gather(full_P, shard_S, group=group, async_op=True)]
             return Pending(calls.timed(works, call, group), call)
         rows_NS = full_P.view(size, -1)
-        exchange = _swap if size == 2 else _broadcasts
-        works, lent = exchange(shard_S, rows_NS, rank, group)
+        if size == 2:
+            works, lent = _swap(shard_S, rows_NS[1 - rank], rank, group)
+        else:
+            works, lent = _broadcasts(shard_S, rows_NS, rank, group)
         _copy(rows_NS[rank], shard_S)
-
-        def finish() -> None:
-            for tensor in lent:  # gloo's thread lets go of them some moment after the wait: then of nothing
-                tensor.set_()
-
-        return Pending(calls.timed(works, call, group), call, finish)
+        return Pending(calls.timed(works, call, group), call, lambda: _take_back(lent))
 
 
-def _swap(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[list, list[Tensor]]:
+# Below, the group's own methods: torch.distributed's functions around them take as long as a small message.
+
+
+def _swap(given_S: Tensor, taken_S: Tensor, rank: int, group: Group) -> tuple[list, list[Tensor]]:
     """Between two ranks: an all-to-all in which nobody has anything for itself."""
-    given, taken = (tensor.view(torch.uint8).data for tensor in (shard_S, rows_NS[1 - rank]))
+    given, taken = lent = _lend(given_S, taken_S)
     splits = [0, len(given)] if rank == 0 else [len(given), 0]
-    return [dist.all_to_all_single(taken, given, splits, splits, group=group, async_op=True)], [given, taken]
+    return [group.alltoall_base(taken, given, splits, splits)], lent
 
 
 def _broadcasts(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tuple[list, list[Tensor]]:
@@ -215,9 +225,21 @@ def _broadcasts(shard_S: Tensor, rows_NS: Tensor, rank: int, group: Group) -> tu
     Gloo's own threads do all the work. Were it messages, this thread would write to the connections itself, under locks, and
     when the processor is taken from it meanwhile, gloo's thread spins for them.
     """
-    lent = [tensor.view(torch.uint8).data for tensor in rows_NS]
-    lent[rank] = shard_S.view(torch.uint8).data
+    rows = list(rows_NS)
+    rows[rank] = shard_S
+    lent = _lend(*rows)
     return [group.broadcast(tensor, root) for root, tensor in enumerate(lent)], lent
+
+
+def _lend(*tensors: Tensor) -> list[Tensor]:
+    """The same bytes, for gloo."""
+    return [tensor.view(torch.uint8).data for tensor in tensors]
+
+
+def _take_back(lent: Sequence[Tensor]) -> None:
+    """Gloo's thread lets go of them some moment after the wait: then of nothing."""
+    for tensor in lent:
+        tensor.set_()
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
