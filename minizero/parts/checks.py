@@ -14,8 +14,7 @@ from minizero.parts import comm, flat, freed
 
 def form(param: Tensor) -> tuple:
     """What may not change about a parameter after the model was wrapped."""
-    with freed.unguarded():
-        return param.requires_grad, param.shape, param.dtype, param.device
+    return param.requires_grad, param.shape, param.dtype, param.device
 
 
 def tell(form: tuple) -> str:

@@ -146,7 +146,7 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
 
     The sum is formed in rank order, in fp32 for 16-bit tensors. Traffic: P (N-1)/N elements.
     """
-    size = size_of(group)
+    size = group.size()
     if size == 1 or full_P.numel() == 0:
         _copy(shard_S, full_P)
         return Pending()
@@ -154,7 +154,7 @@ def reduce_scatter_mean(shard_S: Tensor, full_P: Tensor, group: Group, unit: str
         if on_nccl(group):
             work = _reduce_scatter(shard_S, full_P, op=dist.ReduceOp.AVG, group=group, async_op=True)
             return Pending(calls.timed([work], call, group), call)
-        rows_NS, rank = full_P.view(size, -1), rank_in(group)
+        rows_NS, rank = full_P.view(size, -1), group.rank()
         if size == 2:
             received = kinds.tag(torch.empty_like(rows_NS[0]), "comm")
             works, lent = _swap(rows_NS[1 - rank], received, rank, group)
@@ -192,7 +192,7 @@ def all_gather(full_P: Tensor, shard_S: Tensor, group: Group, unit: str) -> Pend
 
     Traffic: P (N-1)/N elements.
     """
-    size, rank = size_of(group), rank_in(group)
+    size, rank = group.size(), group.rank()
     if size == 1 or full_P.numel() == 0:
         _copy(full_P, shard_S)
         return Pending()

@@ -124,6 +124,8 @@ class Engine(nn.Module):
         """Point the optimizer at what it shall update, and the parameters' hooks at this engine."""
         del self._exact  # the masters have it now
         self._known = {name: (param, checks.form(param)) for name, param in self.module.named_parameters()}
+        self._parts = list(self.module.modules())
+        self._as_wrapped = self._outline()
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self._updated: set[Tensor] = {param for param, _ in self._known.values()}
         if self.weights:
@@ -219,8 +221,24 @@ class Engine(nn.Module):
                 self._watch.go_on()
             self._reduce_the_rest()
 
+    def _outline(self) -> list:
+        """What each module consists of, and the form of each parameter."""
+        with freed.unguarded():
+            outline: list = [checks.form(param) for param, _ in self._known.values()]
+        for part in self._parts:
+            for owned in (part._parameters, part._modules):
+                outline += owned
+                outline += map(id, owned.values())
+        return outline
+
     def _check_unchanged(self) -> None:
         """A parameter that was replaced, added or unfrozen since would train on this rank alone."""
+        if self._outline() != self._as_wrapped:
+            self._look_for_changes()
+        if self.optimizer is not None:
+            checks.check_groups(self._updated, self.optimizer)
+
+    def _look_for_changes(self) -> None:
         for name, param in self.module.named_parameters():
             known, form = self._known.get(name, (None, None))
             cure = f"make the change first and wrap the model in {type(self).__name__} afterwards"
@@ -240,8 +258,6 @@ class Engine(nn.Module):
                     f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now "
                     f"(rank {self.rank}): {cure}"
                 )
-        if self.optimizer is not None:
-            checks.check_groups(self._updated, self.optimizer)
 
     # --- backward -----------------------------------------------------------------------------------
 
@@ -304,19 +320,20 @@ class Engine(nn.Module):
                 f"a hook has taken the gradient of parameter {self._name(param)!r} away before it could be averaged: "
                 "use it after sync_gradients()"
             )
-        grad, param.grad = param.grad, None  # what is refused is not there, and the other ranks get zeros
+        grad = param.grad
+        if not grad.requires_grad and grad.layout is torch.strided:
+            return
+        param.grad = None  # what is refused is not there, and the other ranks get zeros
         if grad.requires_grad:
             raise RuntimeError(
                 f"backward(create_graph=True) reached parameter {self._name(param)!r}: its gradient is averaged over the ranks, "
                 "which is not differentiable. For a penalty on gradients take torch.autograd.grad(…, create_graph=True), "
                 "then engine.backward() of the whole loss"
             )
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"parameter {self._name(param)!r} has a sparse gradient, which does not fit into a bucket: "
-                "build its module with sparse=False"
-            )
-        param.grad = grad
+        raise RuntimeError(
+            f"parameter {self._name(param)!r} has a sparse gradient, which does not fit into a bucket: "
+            "build its module with sparse=False"
+        )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

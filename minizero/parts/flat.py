@@ -113,6 +113,7 @@ class FlatShard:
     def __init__(self, name: str, params: Sequence[nn.Parameter], rank: int, world_size: int,
                  weights: Sequence[Tensor] | None = None, master: bool = False):  # fmt: skip
         self.name, self.params, self.rank = name, list(params), rank
+        self.device = params[0].device  # where the parameters compute
         self.layout = layout(self.params, world_size)
         self._cuts = {self.params[cut.tensor]: cut for cut in cuts(self.layout, rank)}
         self.slice_S = self.shard_S = self._slice()
@@ -131,11 +132,6 @@ class FlatShard:
     def _master(self) -> Tensor:
         """Memory for the same in fp32."""
         return kinds.tag(torch.zeros_like(self.slice_S, dtype=torch.float32), "optimizer")
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters compute."""
-        return self.params[0].device
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """P elements for the full weights."""

@@ -59,7 +59,7 @@ def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
 
     A DTensor and other wrappers claim a storage of their full size which isn't there; what they hold is.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(inner := getattr(tensor, name), Tensor):
                 yield from storages(inner)
