@@ -5,7 +5,8 @@
 
 The computing is real: in each round it is measured without the link, beside the steps on it, and the model (lens/theory.py) plays
 the step with it. A share of 1 is the link on which a block's gather takes as long as its forward; link/real is the time that the
-link lets all collectives of a step take, over what they really take. The model knows the link alone: it holds where that is large.
+link lets the collectives of a step take, over what those of Zero3 take without it, from request to completion. The model knows the
+link alone: it holds where that is large.
 """
 
 import argparse
@@ -50,37 +51,41 @@ def computed(timelines, what):
 
 
 def median_of(timelines, *whats):
+    """Seconds of these events in a typical step."""
     return statistics.median(sum(event.seconds for event in timeline.of(*whats)) for timeline in timelines)
 
 
 def measure(rank, rows, shares, rounds):
-    """For each share: the link's bandwidth, its seconds of communication over the real ones, and a row for each engine."""
+    """For each share and engine: seconds of communication over the real ones, seconds a step and the hidden share, measured and
+    predicted; and the link's bandwidth."""
     n = dist.get_world_size()
     batches = list(data.batches("train", rows * n, 128, 4, rank=rank, world_size=n))
     engines = {name: build(depth) for name, depth in DEPTHS.items()}
     for engine in engines.values():
-        warm = [step(engine, batch) for batch in batches[:3]]
-        if engine is engines["Zero3"]:
-            nbytes = {event.unit: event.nbytes for event in warm[-1].of("gather") if event.unit != "buffers"}
-            control = next(event.nbytes for event in warm[-1].of("reduce") if event.unit == "control")
+        for batch in batches[:3]:
+            step(engine, batch)
     results = []
     for share in shares:
-        forward = computed([step(engines["Zero3"], batch) for batch in batches], "forward")
-        block = statistics.median(seconds for unit, seconds in forward if unit != "root")
+        trial = [step(engines["Zero3"], batch) for batch in batches]
+        nbytes = {event.unit: event.nbytes for event in trial[-1].of("gather") if event.unit != "buffers"}
+        control = next(event.nbytes for event in trial[-1].of("reduce") if event.unit == "control")
+        block = statistics.median(seconds for unit, seconds in computed(trial, "forward") if unit != "root")
         bandwidth = theory.seconds("all_gather", nbytes["blocks.0"], n, 1.0) / (share * block)
         plain, linked = [], {name: [] for name in engines}
         for i in range(rounds):  # side by side, since a machine's speed changes from one second to the next
-            plain.append(step(engines["Zero3"], batches[i % 4]))
+            batch = batches[i % len(batches)]
+            plain.append(step(engines["Zero3"], batch))
             with mz.link(bandwidth):
                 for name, engine in engines.items():
-                    linked[name].append(step(engine, batches[i % 4]))
+                    linked[name].append(step(engine, batch))
         forward, backward, rest = computed(plain, "forward"), computed(plain, "backward"), median_of(plain, "step")
-        row = []
+        communication, row = median_of(plain, "gather", "reduce"), []
         for name, timelines in linked.items():
             seconds = statistics.median(max(e.end for e in t.events) - t.events[0].start for t in timelines)
             predicted = theory.schedule(forward, backward, nbytes, n, bandwidth, depth=DEPTHS[name], rest=rest, control=control)
-            row.append((name, seconds, predicted.seconds, 1 - median_of(timelines, "wait") / predicted.communication, predicted.hidden))
-        results.append((share, bandwidth, predicted.communication / median_of(plain, "gather", "reduce"), row))
+            hidden = 1 - median_of(timelines, "wait") / predicted.communication
+            row.append((name, predicted.communication / communication, seconds, predicted.seconds, hidden, predicted.hidden))
+        results.append((share, bandwidth, row))
     return results
 
 
@@ -95,12 +100,12 @@ def main() -> None:
         title=f"{options.ranks} ranks, 12 blocks, simulated link",
         caption="medians; link/real: communication as modelled over as it is; predicted by minizero.lens.theory.schedule",
     )
-    for column in ("gather/forward", "MB/s", "link/real", "engine", "ms a step", "predicted", "measured/predicted", "hidden", "predicted"):
+    for column in ("gather/forward", "MB/s", "engine", "link/real", "ms a step", "predicted", "measured/predicted", "hidden", "predicted"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     results = mz.launch(measure, options.ranks, options.rows, options.shares, options.rounds, timeout=1800, device="cpu")[0]
-    for share, bandwidth, over_real, row in results:
-        for name, seconds, predicted, hidden, hidden_predicted in row:
-            table.add_row(f"{share:g}", f"{bandwidth / 1e6:.0f}", f"{over_real:.1f}", name, f"{1e3 * seconds:.0f}", f"{1e3 * predicted:.0f}",
+    for share, bandwidth, row in results:
+        for name, over_real, seconds, predicted, hidden, hidden_predicted in row:
+            table.add_row(f"{share:g}", f"{bandwidth / 1e6:.0f}", name, f"{over_real:.1f}", f"{1e3 * seconds:.0f}", f"{1e3 * predicted:.0f}",
                           f"{seconds / predicted:.2f}", f"{hidden:.0%}", f"{hidden_predicted:.0%}")  # fmt: skip
     Console(width=124).print(table)
 
